@@ -1,0 +1,64 @@
+"""Every error that Shardwise raises on purpose, as one tree.
+
+    ShardwiseError
+    ├── InputError(ValueError)          what the user handed over does not fit; says what, where, what to try
+    │   ├── ClusterFileError            a cluster file cannot be read; names file, line and key
+    │   └── ConstraintError             a wish for a placement that no strategy can meet
+    ├── CaptureError                    the model cannot be captured; names the user's own line
+    ├── PlanError                       no plan exists
+    │   └── MemoryLimitError            the memory limit cannot be met; carries the least that would do
+    ├── MismatchError                   ranks do not agree on model, batch or plan
+    ├── UnsupportedError                a use that the parallelized module refuses, with the reason
+    └── CacheError                      a cache entry is damaged (callers rebuild; users see a warning only)
+
+Invariants of our own code are `assert`, never one of these.
+"""
+
+from __future__ import annotations
+
+
+class ShardwiseError(Exception):
+    """Base of all errors raised by Shardwise."""
+
+
+class InputError(ShardwiseError, ValueError):
+    """What the user handed over does not fit."""
+
+
+class ClusterFileError(InputError):
+    """A cluster file is malformed: the message names file, line and key."""
+
+
+class ConstraintError(InputError):
+    """A wish for a placement that no strategy of the operators can meet."""
+
+
+class CaptureError(ShardwiseError):
+    """The model cannot be turned into a graph; the message names the user's line."""
+
+
+class PlanError(ShardwiseError):
+    """No plan exists for this graph on this mesh."""
+
+
+class MemoryLimitError(PlanError):
+    """The memory limit cannot be met.
+
+    `least_bytes` is the smallest per-device peak that any plan can reach.
+    """
+
+    def __init__(self, message: str, least_bytes: int):
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
+class MismatchError(ShardwiseError):
+    """The ranks do not agree on model, batch or plan."""
+
+
+class UnsupportedError(ShardwiseError):
+    """A use that the parallelized module refuses; the message says why and what to do instead."""
+
+
+class CacheError(ShardwiseError):
+    """A cache entry is damaged. Callers rebuild it."""
