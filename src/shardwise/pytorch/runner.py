@@ -1,0 +1,131 @@
+"""`OpRunner` for torch: runs single ATen (and custom) operators for the discovery of rules."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..ir.graph import Arg, Graph, Literal, Path, Ref
+from ..ir.runner import Call, OperatorError, TensorMeta, ViewOf
+from .operators import dtype_name, dtype_of, find_op, from_literal
+
+
+class TorchRunner:
+    """Runs operators on one device; shapes come from the meta device or fake tensors."""
+
+    def __init__(self, device: str = "cpu"):
+        self.device = torch.device(device)
+        self.framework = "torch-" + torch.__version__.split("+")[0]
+
+    def prepare_child(self) -> None:
+        """A forked child must not use the parent's thread pool: it would wait for threads that are not there."""
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+
+    def meta(self, call: Call) -> tuple[TensorMeta | None, ...]:
+        results = self._meta_results(call)[1]
+        return tuple(None if t is None else TensorMeta(tuple(t.shape), dtype_name(t.dtype)) for t in results)
+
+    def _meta_results(self, call: Call) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        tensors = [torch.empty(m.shape, dtype=dtype_of(m.dtype), device="meta") for m in call.operands]
+        return tensors, self._call(call, tensors, torch.device("meta"))
+
+    def run(self, call: Call, operands: list[np.ndarray]) -> list[np.ndarray | None]:
+        tensors = [torch.from_numpy(np.array(a, order="C")).to(self.device) for a in operands]
+        results = self._call(call, tensors, self.device)
+        return [None if t is None else t.detach().resolve_conj().resolve_neg().cpu().numpy().copy() for t in results]
+
+    def _call(self, call: Call, tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor | None]:
+        try:
+            op = find_op(call.op)
+        except (AttributeError, ValueError) as error:
+            raise OperatorError(f"{call.op} is not registered") from error
+
+        def convert(arg: Arg) -> Any:
+            if isinstance(arg, Ref):
+                return tensors[int(arg.name)]
+            if isinstance(arg, Literal):
+                return from_literal(arg, device)
+            if isinstance(arg, tuple):
+                return [convert(item) for item in arg]
+            return arg
+
+        try:
+            with torch.no_grad():
+                out = op(*(convert(a) for a in call.args), **{k: convert(a) for k, a in call.kwargs})
+        except Exception as error:
+            raise OperatorError(f"{call.op}: {type(error).__name__}: {error}") from error
+        return flatten_results(out)
+
+    def size_leaves(self, call: Call) -> tuple[Path, ...]:
+        return size_paths(call)
+
+    def views(self, call: Call) -> tuple[ViewOf, ...] | None:
+        op = find_op(call.op)
+        if not any(a.alias_info is not None and not a.alias_info.is_write for a in op._schema.arguments):
+            return None
+        tensors, results = self._meta_results(call)
+        found = []
+        for result in results:
+            owners = [k for k, t in enumerate(tensors) if result is not None and _shares(t, result)]
+            if result is None or not owners:
+                return None
+            found.append(ViewOf(owners[0], tuple(result.shape), tuple(result.stride()), result.storage_offset()))
+        return tuple(found)
+
+    def decompose(self, call: Call) -> Graph | None:
+        from .decompositions import decompose
+
+        return decompose(call)
+
+
+def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def flatten_results(out: Any) -> list[torch.Tensor | None]:
+    """The results of an operator as a flat list; a list result (split) is spread out."""
+    if isinstance(out, torch.Tensor):
+        return [out]
+    if out is None:
+        return [None]
+    if isinstance(out, list | tuple):
+        return [t if isinstance(t, torch.Tensor) else None for t in out]
+    return [None]
+
+
+def size_paths(call: Call) -> tuple[Path, ...]:
+    """Paths of the integers whose type in the schema is SymInt: sizes, strides, counts of rows."""
+    op = find_op(call.op)
+    schema, sizes = op._schema, _size_arguments(op)
+    by_name = dict(call.kwargs)
+    found: list[Path] = []
+    for k, argument in enumerate(schema.arguments):
+        if argument.name not in sizes:
+            continue
+        key: int | str = argument.name
+        if k < len(call.args):
+            key, value = k, call.args[k]
+        elif argument.name in by_name:
+            value = by_name[argument.name]
+        else:
+            continue
+        if isinstance(value, tuple):
+            found += [(key, i) for i, item in enumerate(value) if _is_int(item)]
+        elif _is_int(value):
+            found.append((key,))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _size_arguments(op: torch._ops.OpOverload) -> frozenset[str]:
+    """Names of the SymInt arguments. Only the text of a schema tells them from plain integers."""
+    return frozenset(re.findall(r"SymInt[\[\]\d?]*\s+(\w+)", str(op._schema)))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

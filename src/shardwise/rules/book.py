@@ -1,0 +1,191 @@
+"""The RuleBook: all rules known, by the printed proxy call; kept on disk and shipped with the package.
+
+A lookup asks, in order: memory, the cache on disk, the book that ships with the package; what none of them knows is
+discovered. The cache is one JSON file per framework version, written atomically (a temporary file, then rename),
+with a checksum: a damaged file is reported, put aside and rebuilt. Ranks may write at the same time: each merges
+what it finds on disk under a lock, and the last rename wins with both sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from ..ir.graph import Graph
+from ..ir.runner import Call, OperatorError, OpRunner, call_of
+from .proxy import format_call, proxy_of
+from .rule import Rule
+from .sandbox import discover_all
+from .views import view_rule
+
+FORMAT = 1
+"""Version of the discovery and of the JSON form; rules of another version are not read."""
+
+
+def cache_dir() -> Path:
+    """$SHARDWISE_CACHE, or `shardwise` in the user's cache folder."""
+    if path := os.environ.get("SHARDWISE_CACHE"):
+        return Path(path)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
+
+
+def checksum(rules: dict) -> str:
+    """Of the canonical JSON of the rules."""
+    return hashlib.sha256(json.dumps(rules, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_rules(text: str) -> dict[str, Rule]:
+    """Reads the JSON form. Raises ValueError where it is damaged or of another version."""
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT:
+            raise ValueError(f"format {data['format']}, expected {FORMAT}")
+        if data["checksum"] != checksum(data["rules"]):
+            raise ValueError("checksum does not match")
+        return {key: Rule.from_dict(value) for key, value in data["rules"].items()}
+    except (KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def write_rules(rules: dict[str, Rule], framework: str) -> str:
+    """The JSON form of a book."""
+    table = {key: rules[key].to_dict() for key in sorted(rules)}
+    return json.dumps(
+        {"format": FORMAT, "framework": framework, "checksum": checksum(table), "rules": table}, indent=0
+    )
+
+
+@dataclass
+class Counts:
+    """Where the rules of a graph came from."""
+
+    views: int = 0
+    known: int = 0
+    discovered: int = 0
+    replicated: int = 0
+
+
+@dataclass
+class RuleBook:
+    """Rules by key, with the discovery behind them."""
+
+    runner: OpRunner
+    use_disk: bool = True
+    use_shipped: bool = True
+    rules: dict[str, Rule] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+    _views: dict[str, Rule | None] = field(default_factory=dict)
+    _proxies: dict[str, Call | None] = field(default_factory=dict)
+    _loaded: bool = False
+
+    def path(self) -> Path:
+        """The cache file of this framework version."""
+        return cache_dir() / f"rules-{self.runner.framework}-v{FORMAT}.json"
+
+    def load(self) -> None:
+        """Reads the shipped book and the cache, once."""
+        if self._loaded:
+            return
+        self._loaded = True
+        if self.use_shipped:
+            self._load_shipped()
+        if self.use_disk:
+            self.rules.update(self._read_disk())
+
+    def _load_shipped(self) -> None:
+        name = f"book-{self.runner.framework}.json"
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            text = resources.files("shardwise.rules").joinpath("shipped", name).read_text()
+            self.rules.update(read_rules(text))
+
+    def _read_disk(self) -> dict[str, Rule]:
+        path = self.path()
+        try:
+            return read_rules(path.read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            warnings.warn(f"the rule cache {path} is damaged ({error}); it is put aside and rebuilt", stacklevel=2)
+            with contextlib.suppress(OSError):
+                path.rename(path.with_suffix(".damaged"))
+            return {}
+
+    def save(self) -> None:
+        """Merges into the cache on disk. A disk that cannot be written costs a warning, not the run."""
+        if not self.use_disk:
+            return
+        path = self.path()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                merged = self._read_disk() | self.rules
+                handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+                try:
+                    with os.fdopen(handle, "w") as file:
+                        file.write(write_rules(merged, self.runner.framework))
+                    os.replace(name, path)
+                except BaseException:
+                    os.unlink(name)
+                    raise
+        except OSError as error:
+            warnings.warn(f"the rule cache {path} cannot be written ({error}); rules will be found anew", stacklevel=2)
+
+    def _proxy(self, call: Call) -> Call | None:
+        key = format_call(call)
+        if key not in self._proxies:
+            self._proxies[key] = proxy_of(call, self.runner)
+        return self._proxies[key]
+
+    def _view(self, call: Call) -> Rule | None:
+        key = format_call(call)
+        if key not in self._views:
+            try:
+                self._views[key] = view_rule(call, self.runner)
+            except OperatorError:
+                self._views[key] = None
+        return self._views[key]
+
+    def find(
+        self, calls: Iterable[Call], progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[Rule]:
+        """The rule of every call, discovering what is not known; new rules are saved."""
+        self.load()
+        calls = list(calls)
+        unknown: dict[str, Call] = {}
+        for call in calls:
+            if self._view(call) is None and (proxy := self._proxy(call)) is not None:
+                key = format_call(proxy)
+                if key not in self.rules:
+                    unknown.setdefault(key, proxy)
+        if unknown:
+            found = discover_all(list(unknown.values()), self.runner, progress)
+            self.rules.update(zip(unknown, found))
+            self.counts.discovered += len(unknown)
+            self.save()
+        return [self.lookup(call) for call in calls]
+
+    def lookup(self, call: Call) -> Rule:
+        """The rule of a call that `find` has seen."""
+        view = self._view(call)
+        if view is not None:
+            return view
+        proxy = self._proxy(call)
+        if proxy is None:
+            return Rule(found_on="too large to execute")
+        return self.rules.get(format_call(proxy), Rule(found_on="unknown"))
+
+    def of_graph(
+        self, graph: Graph, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> tuple[Rule, ...]:
+        """The rule of every node of a graph, in order."""
+        return tuple(self.find((call_of(node, graph.values)[0] for node in graph.nodes), progress))

@@ -1,0 +1,111 @@
+"""Adversarial inputs for discovery: what a rule must survive before it is believed.
+
+One random input is unsound (`any` looks like identity on almost all of them), so every candidate is tried on signed
+values, on values with many ties and zeros, on positive ones, on sparse ones; bools all true and all false; integers
+over their whole range, and index arguments over every range that the operator accepts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
+
+KINDS = ("signed", "ties", "positive", "sparse", "lone")
+FULL_RANGE = 1000
+"""Integers that are not indices are drawn from [-FULL_RANGE, FULL_RANGE)."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A call, inputs for it, and what the operator makes of them."""
+
+    call: Call
+    operands: list[np.ndarray]
+    results: list[np.ndarray | None]
+
+
+def draw(meta: TensorMeta, kind: str, int_range: int, rng: np.random.Generator) -> np.ndarray:
+    """One operand. `int_range` 0 means that integers may have any value."""
+    shape, dtype = meta.shape, np.dtype(meta.dtype)
+    if dtype.kind == "b":
+        if kind in ("sparse", "lone"):
+            return _lone(np.full(shape, kind == "lone"), kind == "sparse", rng)
+        fill = {"ties": True, "positive": False}.get(kind)
+        return rng.random(shape) < 0.5 if fill is None else np.full(shape, fill)
+    if dtype.kind in "iu":
+        return _draw_ints(shape, dtype, kind, int_range, rng)
+    values = _draw_floats(shape, kind, rng)
+    if dtype.kind == "c":
+        values = values + 1j * _draw_floats(shape, kind, rng)
+    return values.astype(dtype)
+
+
+def _lone(array: np.ndarray, value: object, rng: np.random.Generator) -> np.ndarray:
+    """The array with one element changed, so that only one of the pieces holds it."""
+    if array.size:
+        array.reshape(-1)[rng.integers(array.size)] = value
+    return array
+
+
+def _draw_floats(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:
+    if kind == "ties":
+        return rng.integers(-2, 3, shape).astype(np.float64)
+    if kind == "positive":
+        return rng.uniform(0.1, 2.0, shape)
+    if kind == "lone":
+        return _lone(np.zeros(shape), float(rng.choice([-3.0, 3.0])), rng)
+    values = rng.standard_normal(shape)
+    return values * (rng.random(shape) < 0.3) if kind == "sparse" else values
+
+
+def _draw_ints(
+    shape: tuple[int, ...], dtype: np.dtype, kind: str, int_range: int, rng: np.random.Generator
+) -> np.ndarray:
+    if int_range == 0:
+        low = 0 if dtype.kind == "u" else -FULL_RANGE
+        high = min(FULL_RANGE, np.iinfo(dtype).max)
+        low = max(low, np.iinfo(dtype).min)
+        if kind == "lone":
+            return _lone(np.zeros(shape, dtype), high - 1, rng)
+        span = (low, high) if kind in ("signed", "positive") else (max(low, -1), 2)
+        return rng.integers(*span, shape).astype(dtype)
+    values = rng.integers(0, int_range, shape)
+    if kind == "ties":
+        values = rng.integers(0, min(2, int_range), shape) * (int_range - 1)
+    if kind == "sparse":
+        values = np.where(rng.random(shape) < 0.5, values, 0)
+    flat = values.reshape(-1)
+    if flat.size > 1 and kind == "signed":
+        flat[0], flat[-1] = int_range - 1, 0
+    return values.astype(dtype)
+
+
+def index_ranges(call: Call) -> list[int]:
+    """Ranges to try for integer operands: any value where no operand is a float, then every size, largest first."""
+    sizes = {size for meta in call.operands for size in meta.shape}
+    floats = any(np.dtype(m.dtype).kind in "fc" for m in call.operands)
+    whole = [] if floats else [0]
+    return [*whole, *sorted((s for s in sizes if s > 1), reverse=True), 2, 1, *([0] if floats else [])]
+
+
+def has_integers(call: Call) -> bool:
+    """Whether any operand holds integers."""
+    return any(np.dtype(m.dtype).kind in "iu" for m in call.operands)
+
+
+def trial(call: Call, kind: str, int_range: int, runner: OpRunner, seed: int = 0) -> Trial | None:
+    """Draws inputs and runs the operator; None where it refuses them or does not repeat itself."""
+    rng = np.random.default_rng([seed, KINDS.index(kind)])
+    operands = [draw(meta, kind, int_range, rng) for meta in call.operands]
+    try:
+        results = runner.run(call, operands)
+        again = runner.run(call, operands)
+    except OperatorError:
+        return None
+    for a, b in zip(results, again):
+        if a is not None and (b is None or not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")):
+            return None
+    return Trial(call, operands, results)

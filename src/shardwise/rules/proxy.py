@@ -1,0 +1,118 @@
+"""Small stand-ins for the calls of a graph.
+
+A rule does not depend on how large a dim is, only on which dims are equal, which are 1, and on the static arguments.
+So every call is mapped to a small **proxy**: sizes up to `KEEP` stay, every other distinct size becomes a distinct
+small number, in order of appearance, and integers in the arguments that are sizes follow. The printed proxy is the
+key of the rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..ir.graph import Arg, Literal, Path, leaves
+from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
+from ..ir.text import format_arg
+
+KEEP = 4
+"""Sizes up to this are kept: kernel sizes, the 3 of a fused projection, broadcast ones."""
+PROXY_SIZES = (5, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14, 17, 16, 19, 18, 21, 20, 23, 22, 25, 24)
+MAX_PROXY_ELEMENTS = 1 << 20
+
+_DTYPE_CLASS = {
+    "float32": "float64", "bfloat16": "float64", "float16": "float64", "complex64": "complex128",
+}  # fmt: skip
+
+
+def dtype_class(dtype: str) -> str:
+    """The dtype in which a call is discovered: floats in float64, complex in complex128, all others as they are."""
+    return _DTYPE_CLASS.get(dtype, dtype)
+
+
+def format_call(call: Call) -> str:
+    """One line that says everything about a call; the key of its rule when the call is a proxy."""
+    operands = ", ".join(f"{m.dtype}[{','.join(map(str, m.shape))}]" for m in call.operands)
+    args = [format_arg(a) for a in call.args] + [f"{k}={format_arg(a)}" for k, a in call.kwargs]
+    return f"{call.op}({', '.join(args)}) on {operands}"
+
+
+def _size_map(call: Call) -> dict[int, int]:
+    """Actual size -> proxy size, by order of appearance."""
+    table: dict[int, int] = {}
+    fresh = iter(PROXY_SIZES)
+    for meta in call.operands:
+        for size in meta.shape:
+            if size > KEEP and size not in table:
+                table[size] = next(fresh, size)
+    return table
+
+
+def _map_int(value: int, table: dict[int, int], call: Call) -> int:
+    """The proxy of an integer size: of the size it equals, or of the run of dims whose product it is."""
+    if value in table or value <= KEEP:
+        return table.get(value, value)
+    for meta in call.operands:
+        for start in range(len(meta.shape)):
+            actual = proxy = 1
+            for size in meta.shape[start:]:
+                actual, proxy = actual * size, proxy * table.get(size, size)
+                if actual == value:
+                    return proxy
+    fresh = [s for s in PROXY_SIZES if s not in table.values()]
+    if fresh and value < 1 << 40:
+        table[value] = fresh[0]
+        return fresh[0]
+    return value
+
+
+def _in_class(leaf: Arg) -> Arg:
+    if isinstance(leaf, Literal) and leaf.kind == "dtype":
+        return Literal("dtype", dtype_class(leaf.text))
+    return leaf
+
+
+def _elements(call: Call) -> int:
+    total = 0
+    for meta in call.operands:
+        count = 1
+        for size in meta.shape:
+            count *= size
+        total += count
+    return total
+
+
+def proxy_of(call: Call, runner: OpRunner) -> Call | None:
+    """The small stand-in of a call that the operator accepts; None where not even the call itself is small enough."""
+    size_paths = set(runner.size_leaves(call))
+    new: dict[Path, Arg] = {p: _in_class(leaf) for p, leaf in leaves(call.args, call.kwargs)}
+    in_class = tuple(TensorMeta(m.shape, dtype_class(m.dtype)) for m in call.operands)
+    plain = call.with_leaves(new).with_operands(in_class)
+    for keep in (False, True):
+        table = _size_map(call)
+        ints = dict(new)
+        for path in sorted(size_paths, key=str):
+            value = new.get(path)
+            if isinstance(value, int) and not isinstance(value, bool) and not keep:
+                ints[path] = _map_int(value, table, call)
+        small = tuple(replace(m, shape=tuple(table.get(s, s) for s in m.shape)) for m in in_class)
+        candidate = call.with_leaves(ints).with_operands(small)
+        if _accepts(candidate, runner):
+            return candidate
+    if _elements(plain) <= MAX_PROXY_ELEMENTS and _accepts(plain, runner):
+        return plain
+    return None
+
+
+def _accepts(call: Call, runner: OpRunner) -> bool:
+    try:
+        results = runner.meta(call)
+    except OperatorError:
+        return False
+    total = _elements(call)
+    for meta in results:
+        if meta is not None:
+            count = 1
+            for size in meta.shape:
+                count *= size
+            total += count
+    return total <= MAX_PROXY_ELEMENTS
