@@ -21,7 +21,7 @@ from importlib import resources
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import ClusterFileError, InputError
+from ..errors import ClusterFileError
 from . import lines as _lines
 from .links import COLLECTIVES, Level
 from .model import DTYPES, Cluster, Device
@@ -64,10 +64,7 @@ def parse_cluster(data: object, where: str = "cluster", lines: dict[_lines.Path,
     if not isinstance(level_list, list) or not level_list:
         reader.fail(("levels",), "expected at least one [[levels]] table, innermost level first")
     levels = tuple(_level(reader, item, ("levels", index)) for index, item in enumerate(level_list))
-    try:
-        return Cluster(reader.text(root, (), "name"), device, levels, reader.text(root, (), "source"))
-    except InputError as error:
-        raise ClusterFileError(f"{where}: {error}") from error
+    return Cluster(reader.text(root, (), "name"), device, levels, reader.text(root, (), "source"))
 
 
 def _device(reader: _Reader, data: object) -> Device:
@@ -140,8 +137,8 @@ class _Reader:
     def text(self, table: dict[str, object], path: _lines.Path, key: str) -> str:
         value = table[key]
         if not isinstance(value, str) or not value.strip():
-            self.fail((*path, key), f"expected a text, got {_kind(value)}")
-        return str(value)
+            self.fail((*path, key), f"expected a text that is not empty, got {_kind(value)}")
+        return value
 
     def quantity(
         self,
@@ -185,14 +182,22 @@ def _parse_toml(text: str, where: str) -> object:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
+        rows = text.split("\n")
         match = re.search(r"\(at line (\d+), column \d+\)", str(error))
-        line = int(match[1]) if match else max(1, len(text.splitlines()))
-        source = text.splitlines()[line - 1].strip() if text.splitlines() else ""
-        key = re.match(r"[\w.\-\"' ]+?(?=\s*=)", source)
-        named = f", key '{key[0].strip()}'" if key else ""
-        raise ClusterFileError(f"{where}, line {line}{named}: not TOML: {error}; the line reads {source!r}") from error
-    except RecursionError as error:
-        raise ClusterFileError(f"{where}, line 1: not a cluster file: nested too deeply") from error
+        line = int(match[1]) if match else len(rows)
+        key = re.match(r"\s*([\w.\-\"']+)\s*=", rows[line - 1])
+        named = f", key '{key[1]}'" if key else ""
+        shown = rows[line - 1].strip()[:80]
+        raise ClusterFileError(f"{where}, line {line}{named}: not TOML: {error}; the line reads {shown!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise _absurd(text, where, error) from error
+
+
+def _absurd(text: str, where: str, error: Exception) -> ClusterFileError:
+    """For what the parsers refuse without a line: thousands of digits or brackets, so the longest line has them."""
+    rows = text.split("\n")
+    line = max(range(len(rows)), key=lambda index: len(rows[index])) + 1
+    return ClusterFileError(f"{where}, line {line}: not a cluster file: {error}")
 
 
 def _parse_json(text: str, where: str) -> object:
@@ -210,8 +215,10 @@ def _parse_json(text: str, where: str) -> object:
         return json.loads(text, object_pairs_hook=no_duplicates)
     except json.JSONDecodeError as error:
         raise ClusterFileError(f"{where}, line {error.lineno}: not JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise ClusterFileError(f"{where}, line 1: not a cluster file: nested too deeply") from error
+    except ClusterFileError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise _absurd(text, where, error) from error
 
 
 def _suggest(word: str, known: Iterable[str], what: str) -> str:
