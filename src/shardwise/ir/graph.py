@@ -3,7 +3,7 @@
     graph   :=  inputs, nodes (in execution order), outputs
     input   :=  value, kind (parameter | buffer | constant | input | seed | tangent), path
     node    :=  results (values, or None where the operator returns nothing) = op(args, kwargs)
-                + phase (forward | backward), recompute tag, the user's line
+                + phase (forward | backward), recompute tag, the user's line, region of a decomposition
     output  :=  name of a value or None, kind (output | mutation | gradient), path
     value   :=  name, shape, dtype, stride (None: contiguous), alias (the value whose storage it shares, or None)
     arg     :=  Ref(value) | Literal(kind, text) | None | bool | int | float | complex | str | tuple of args
@@ -97,6 +97,8 @@ class Node:
     phase: str = FORWARD
     recompute: str | None = None
     source: str = ""
+    region: str | None = None
+    """Nodes with the same region are the decomposition of one operator of the captured graph."""
 
     @property
     def name(self) -> str:

@@ -54,6 +54,8 @@ def format_node(node: Node) -> str:
         notes["recompute"] = node.recompute
     if node.source:
         notes["source"] = node.source
+    if node.region is not None:
+        notes["region"] = node.region
     results = "; ".join(map(format_value, node.results))
     line = f"{results} = {node.op}({', '.join(args)})"
     return f"{line}  @ {json.dumps(notes)}" if notes else line
@@ -116,6 +118,7 @@ def _parse_node(line: str) -> Node:
         phase=notes.get("phase", FORWARD),
         recompute=notes.get("recompute"),
         source=notes.get("source", ""),
+        region=notes.get("region"),
     )
 
 

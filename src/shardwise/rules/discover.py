@@ -68,9 +68,23 @@ def discover(call: Call, runner: OpRunner, announce: Announce = lambda tag: True
             failed.append(group)
         else:
             found.append(factor)
+    found = _without_contained(found)
     if subject.int_range:
         found += indexed_factors(subject, failed, found)
     return Rule(tuple(found), _linear_groups(subject), found_on=runner.framework)
+
+
+def _without_contained(found: list[Factor]) -> list[Factor]:
+    """Without factors that cut a subset of another's dims to the same effect: cutting a whole operand costs nothing."""
+
+    def dims(factor: Factor) -> set[tuple[int, OperandRole]]:
+        return {(k, role) for k, role in enumerate(factor.operands) if role is not None}
+
+    return [
+        f
+        for f in found
+        if not dims(f) or not any(dims(f) < dims(g) and f.results == g.results and f.ints == g.ints for g in found)
+    ]
 
 
 def _covers(factor: Factor, group: Group) -> bool:
@@ -80,7 +94,7 @@ def _covers(factor: Factor, group: Group) -> bool:
 
 
 def _subject(call: Call, runner: OpRunner, announce: Announce) -> Subject | None:
-    for int_range in index_ranges(call) if has_integers(call) else [0]:
+    for int_range in index_ranges(call, runner) if has_integers(call) else [0]:
         if not announce(f"whole in range {int_range}"):
             continue
         trials = [t for kind in KINDS if (t := trial(call, kind, int_range, runner)) is not None]

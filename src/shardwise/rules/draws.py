@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..ir.graph import leaves
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
 
 KINDS = ("signed", "ties", "positive", "sparse", "lone")
@@ -83,9 +84,11 @@ def _draw_ints(
     return values.astype(dtype)
 
 
-def index_ranges(call: Call) -> list[int]:
+def index_ranges(call: Call, runner: OpRunner) -> list[int]:
     """Ranges to try for integer operands: any value where no operand is a float, then every size, largest first."""
     sizes = {size for meta in call.operands for size in meta.shape}
+    table = dict(leaves(call.args, call.kwargs))
+    sizes |= {v for p in runner.size_leaves(call) if isinstance(v := table[p], int) and v < FULL_RANGE}
     floats = any(np.dtype(m.dtype).kind in "fc" for m in call.operands)
     whole = [] if floats else [0]
     return [*whole, *sorted((s for s in sizes if s > 1), reverse=True), 2, 1, *([0] if floats else [])]

@@ -1,0 +1,140 @@
+"""From one layout to another: the cheapest sequence of collectives, one mesh axis at a time.
+
+    S -> R  all_gather       P -> R  all_reduce       P -> S  reduce_scatter
+    S -> S  all_to_all       R -> S  slice (local)    R -> P  keep on the first device, zeros elsewhere (local)
+
+A cut that nests inside another cut of the same factor (a later axis) has to be undone first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..cluster.links import AxisLink
+from ..cost.collectives import collective_s
+from ..ir.placement import Layout, Partial, Placement, R, Shard, is_valid, max_local_elements
+
+LOCAL_S = 1e-9
+"""A local move is almost free; the tie-break keeps paths short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One step of a path: what happens on one axis."""
+
+    kind: str
+    """all_gather | all_reduce | reduce_scatter | all_to_all | slice | zero"""
+    axis: int
+    source: Layout
+    target: Layout
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """Costs and paths on one mesh."""
+
+    mesh: tuple[int, ...]
+    links: tuple[AxisLink, ...]
+
+    def seconds(self, shape: tuple[int, ...], item_bytes: int, source: Layout, target: Layout) -> float:
+        """Time of the cheapest path; infinite where there is none."""
+        if source == target:
+            return 0.0
+        return _path(self.mesh, self.links, shape, item_bytes, source, target)[0]
+
+    def path(self, shape: tuple[int, ...], item_bytes: int, source: Layout, target: Layout) -> tuple[Move, ...]:
+        """The moves of the cheapest path. Asserts that there is one."""
+        if source == target:
+            return ()
+        cost, moves = _path(self.mesh, self.links, shape, item_bytes, source, target)
+        assert cost < float("inf"), f"no path from {source} to {target} for shape {shape}"
+        return moves
+
+
+def _nested_later(layout: Layout, axis: int, shard: Shard) -> bool:
+    """Whether a later axis cuts the same factor again."""
+    return any(
+        isinstance(p, Shard) and (p.dim, p.outer, p.unit) == (shard.dim, shard.outer, shard.unit)
+        for p in layout[axis + 1 :]
+    )
+
+
+def _kind(source: Placement, target: Placement) -> str | None:
+    if isinstance(source, Shard):
+        return "all_gather" if target == R else "all_to_all" if isinstance(target, Shard) else None
+    if isinstance(source, Partial):
+        if target == R:
+            return "all_reduce"
+        return "reduce_scatter" if isinstance(target, Shard) and source.op in ("sum", "max", "min") else None
+    if isinstance(target, Shard):
+        return "slice"
+    return "zero" if isinstance(target, Partial) and target.op == "sum" else None
+
+
+def _moves(
+    layout: Layout, goal: Layout, mesh: tuple[int, ...], links: tuple[AxisLink, ...], shape: tuple[int, ...], item: int
+):
+    for axis, here in enumerate(layout):
+        for there in {R, goal[axis]}:
+            if there == here:
+                continue
+            kind = _kind(here, there)
+            if kind is None:
+                continue
+            if isinstance(here, Shard) and _nested_later(layout, axis, here):
+                continue
+            after = (*layout[:axis], there, *layout[axis + 1 :])
+            if isinstance(there, Shard) and _nested_later(layout, axis, there):
+                continue
+            if not is_valid(shape, after, mesh):
+                continue
+            if kind == "all_to_all" and isinstance(here, Shard) and isinstance(there, Shard) and here.dim == there.dim:
+                continue  # the same dim in other units: gather and cut
+            yield Move(kind, axis, layout, after, _move_s(kind, axis, layout, mesh, links, shape, item))
+
+
+def _move_s(
+    kind: str,
+    axis: int,
+    layout: Layout,
+    mesh: tuple[int, ...],
+    links: tuple[AxisLink, ...],
+    shape: tuple[int, ...],
+    item: int,
+) -> float:
+    if kind in ("slice", "zero"):
+        return LOCAL_S
+    whole = (*layout[:axis], R, *layout[axis + 1 :])
+    nbytes = max_local_elements(shape, whole, mesh) * item
+    return collective_s(kind, nbytes, links[axis]) + LOCAL_S
+
+
+@lru_cache(maxsize=1 << 18)
+def _path(
+    mesh: tuple[int, ...],
+    links: tuple[AxisLink, ...],
+    shape: tuple[int, ...],
+    item: int,
+    source: Layout,
+    target: Layout,
+) -> tuple[float, tuple[Move, ...]]:
+    """Dijkstra over the layouts whose axes hold their source, their target or Replicate."""
+    best = {source: 0.0}
+    queue: list[tuple[float, int, Layout, tuple[Move, ...]]] = [(0.0, 0, source, ())]
+    count = 0
+    while queue:
+        cost, _, layout, moves = heapq.heappop(queue)
+        if layout == target:
+            return cost, moves
+        if cost > best[layout]:
+            continue
+        for move in _moves(layout, target, mesh, links, shape, item):
+            total = cost + move.seconds
+            if total < best.get(move.target, float("inf")):
+                best[move.target] = total
+                count += 1
+                heapq.heappush(queue, (total, count, move.target, (*moves, move)))
+    return float("inf"), ()

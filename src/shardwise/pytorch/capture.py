@@ -1,0 +1,178 @@
+"""Captures forward and backward of a module as one graph, under fake tensors.
+
+AOTAutograd traces a fake copy of the module (the user's own is never touched), so a model on the meta device that is
+larger than memory works. The copy's tensors lie on the target device, so that a meta and a real module give the same
+graph. `torch.compiler.is_compiling()` is true while tracing: models skip the shortcuts that read values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError, InputError
+from ..ir.graph import Graph
+from .compat import FakeTensorMode, aot_export_joint_with_descriptors
+from .from_fx import graph_from_fx
+
+
+@dataclass
+class Program:
+    """A captured program: the graph and how it meets the module's arguments, state and outputs."""
+
+    graph: Graph
+    in_spec: pytree.TreeSpec
+    tensor_leaves: tuple[int, ...]
+    """Positions of the tensors among the flattened (args, kwargs)."""
+    out_spec: pytree.TreeSpec
+    out_leaves: tuple[Any, ...]
+    """The flattened outputs: `TENSOR` for those that the graph computes, values for the others."""
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Value name -> tensor, for inputs of kind "constant"."""
+    training: bool = True
+    """Whether gradients are computed."""
+
+
+class _Tensor:
+    def __repr__(self) -> str:
+        return "TENSOR"
+
+
+TENSOR = _Tensor()
+"""Stands for a computed tensor among `Program.out_leaves`."""
+
+
+class _Flat(nn.Module):
+    """Calls the module with the tensors among its flattened arguments; remembers the structure of what it returns."""
+
+    def __init__(self, module: nn.Module, leaves: list[Any], tensor_leaves: tuple[int, ...], spec: pytree.TreeSpec):
+        super().__init__()
+        self.module = module
+        self.leaves = leaves
+        self.positions = tensor_leaves
+        self.spec = spec
+        self.out_spec: pytree.TreeSpec | None = None
+        self.out_leaves: tuple[Any, ...] = ()
+
+    def forward(self, seed: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = list(self.leaves)
+        for position, tensor in zip(self.positions, tensors):
+            leaves[position] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        out, self.out_spec = pytree.tree_flatten(self.module(*args, **kwargs))
+        self.out_leaves = tuple(TENSOR if isinstance(o, torch.Tensor) else o for o in out)
+        return tuple(o for o in out if isinstance(o, torch.Tensor))
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """While active, `torch.compiler.is_compiling()` is true."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def flatten_inputs(args: tuple, kwargs: dict) -> tuple[list[Any], pytree.TreeSpec, tuple[int, ...]]:
+    """(leaves, structure, positions of the tensors) of a call's arguments."""
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    return leaves, spec, tuple(k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    """A fake tensor of the same shape, strides, dtype and requires_grad on `device`."""
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def fake_module(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """A copy of the module whose parameters and buffers are fake; ties between them are kept."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        memo[id(tensor)] = fake_like(tensor, mode, device)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(module).__name__} cannot be copied for tracing: {type(error).__name__}: {error}. "
+            "Give the class a __deepcopy__, or drop what cannot be copied before calling parallelize."
+        ) from error
+
+
+def capture(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    training: bool | None = None,
+    device: torch.device | str = "cpu",
+) -> Program:
+    """Captures one call of `module` on tensors like those in `args` and `kwargs` (real, fake or meta).
+
+    `training` says whether gradients are wanted; by default when grad mode is on and a parameter or input asks for
+    them. Raises InputError where the module rejects the example, CaptureError where it cannot be traced.
+    """
+    if not isinstance(module, nn.Module):
+        raise InputError(f"expected a torch.nn.Module, got {type(module).__name__}; wrap the function in a module")
+    device = torch.device(device)
+    leaves, spec, positions = flatten_inputs(args, kwargs or {})
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    inner = fake_module(module, mode, device)
+    tensors = [fake_like(leaves[k], mode, device) for k in positions]
+    flat = _Flat(inner, leaves, positions, spec)
+    flat.training = module.training
+    if training is None:
+        wants = any(p.requires_grad for p in module.parameters()) or any(t.requires_grad for t in tensors)
+        training = torch.is_grad_enabled() and wants
+    with mode:
+        seed = torch.empty((), dtype=torch.int64, device=device)
+    graph_module = _trace(module, flat, (seed, *tensors), mode, training)
+    assert flat.out_spec is not None
+    graph, constants = graph_from_fx(graph_module, type(module).__name__)
+    return Program(graph, spec, positions, flat.out_spec, flat.out_leaves, constants, training)
+
+
+def _trace(
+    module: nn.Module, flat: _Flat, tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode, training: bool
+) -> torch.fx.GraphModule:
+    if not training:
+        for tensor in [*flat.parameters(), *flat.buffers(), *tensors]:
+            tensor.requires_grad_(False)
+    grad = contextlib.nullcontext() if training else torch.no_grad()
+    try:
+        with contextlib.ExitStack() as stack, mode, _compiling(), grad:
+            joint = aot_export_joint_with_descriptors(stack, flat, tensors)
+            return joint.graph_module
+    except Exception as error:
+        raise CaptureError(
+            f"{type(module).__name__} cannot be captured: {type(error).__name__}: {_first_line(error)}{_user_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else ""
+
+
+def _user_line(error: BaseException) -> str:
+    """The last line of the traceback that is neither torch's nor ours."""
+    place = ""
+    trace = error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if "/torch/" not in name and "/shardwise/" not in name and not name.startswith("<"):
+            place = f" (at {name}:{trace.tb_lineno} in {trace.tb_frame.f_code.co_name})"
+        trace = trace.tb_next
+    return place
