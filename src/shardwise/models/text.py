@@ -53,7 +53,7 @@ def batches(
     for step in range(first_step, first_step + steps):
         start = np.random.default_rng([seed, step]).integers(0, corpus.size - block, size=batch)
         window = torch.from_numpy(corpus[start[:, None] + offset].astype(np.int64))
-        yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
+        yield window[:, :-1].clone(), window[:, 1:].clone()
 
 
 def _source_files(folder: Path) -> list[Path]:
