@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import fnmatch
 from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import compare_golden, pytest_collection_modifyitems
+from tests.conftest import ROOT, compare_golden, pytest_collection_modifyitems
 
 
 def select(quarter: int | None, names: list[str]) -> list[str]:
@@ -39,3 +40,12 @@ def test_golden_files(tmp_path):
     compare_golden(path, "a\nb\n", update=False)
     with pytest.raises(pytest.fail.Exception, match=r"\+c"):
         compare_golden(path, "a\nc", update=False)
+
+
+def test_no_folder_of_tests_is_left_out_in_silence(request):
+    """pytest by default does not look into folders named dist or build."""
+    skipped = request.config.getini("norecursedirs")
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    names = {part for folder in folders for part in folder.relative_to(ROOT).parts}
+    assert "dist" in names
+    assert not [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in skipped)]
