@@ -38,6 +38,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    # While there are few full tests a quarter may hold none, which is no failure.
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("--quarter") is not None:
+        session.exitstatus = pytest.ExitCode.OK
+
+
 def compare_golden(path: Path, text: str, update: bool) -> None:
     """Fails with the difference unless the file holds the text; under `update` writes it."""
     text = text.rstrip("\n") + "\n"
