@@ -22,8 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 # gloo looks up the host's name otherwise, and may find an address that leads nowhere. Inherited by all children.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -62,7 +61,7 @@ class Pool:
         self._ranks: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self._generation = 0
         self._store: dist.TCPStore | None = None
-        self._folder: tempfile.TemporaryDirectory | None = None
+        self._stack_files: list[IO[bytes]] = []  # without names, so that a killed session leaves none behind
 
     @property
     def pids(self) -> list[int]:
@@ -107,28 +106,26 @@ class Pool:
             process.close()
             pipe.close()
         self._store = None
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        for file in self._stack_files:
+            file.close()
+        self._stack_files.clear()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory(prefix="shardwise-ranks-")
         # Port 0: the system picks a free one, and nobody can take it in between.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.world, self._store.port, str(self._stack_file(rank)), theirs)
+            stacks = tempfile.TemporaryFile(buffering=0)
+            self._stack_files.append(stacks)
+            path = f"/proc/{os.getpid()}/fd/{stacks.fileno()}"
+            arguments = (rank, self.world, self._store.port, path, theirs)
             process = context.Process(target=rank_main, args=arguments, name=f"rank{rank}of{self.world}")
             process.start()
             theirs.close()  # so that the end of the rank is an end of file here
             self._ranks.append((process, ours))
         # Waits for the imports, so that they do not count against the time-out of the first function.
         self._exchange(pickle.dumps((0, _started, ())), "its start", _STARTUP_S)
-
-    def _stack_file(self, rank: int) -> Path:
-        assert self._folder is not None
-        return Path(self._folder.name) / f"rank{rank}.txt"
 
     def _send(self, rank: int, pipe: Connection, message: bytes, name: str) -> None:
         try:
@@ -187,14 +184,12 @@ class Pool:
         """Where each of the ranks stands, written by themselves on a signal."""
         for rank in ranks:
             process = self._ranks[rank][0]
-            # Before its handler is in place the signal would end the rank; the file says that it is.
-            if self._stack_file(rank).exists() and process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGUSR1)
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)  # one that has no handler yet dies of it, as it soon would
         time.sleep(_STACK_S)
         found = []
         for rank in ranks:
-            path = self._stack_file(rank)
-            text = path.read_text().strip() if path.exists() else ""
+            text = os.pread(self._stack_files[rank].fileno(), 1 << 20, 0).decode(errors="replace").strip()
             found.append(f"stacks of rank {rank}:\n{text or '(none: it had not started, or does not take signals)'}")
         return "\n".join(found)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.conftest import ROOT
 from tests.dist.pool import Pool, RankDied, RankError, RankTimeout, run_world
 
 
@@ -206,6 +207,7 @@ def test_close_leaves_no_process():
 
 SESSION = """
 import os, signal, sys
+from tests.conftest import ROOT
 from tests.dist.pool import pool
 from tests.dist.test_pool import add_up, hang
 pool(2).run(add_up, 0)
@@ -223,9 +225,8 @@ print(*pool(2).pids, flush=True)
     ids=["exit", "killed while ranks work"],
 )
 def test_the_end_of_the_session_leaves_no_process(end, code):
-    session = subprocess.run(
-        [sys.executable, "-c", SESSION.format(end=end)], stdout=subprocess.PIPE, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", SESSION.format(end=end)]
+    session = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
     assert session.returncode == code
     pids = [int(pid) for pid in session.stdout.split()]
     assert len(pids) == 2
