@@ -104,7 +104,10 @@ def bernoulli(seed: Tensor, stream: int, pos: Sequence[Tensor], p: float) -> Ten
 
 
 def integer(seed: Tensor, stream: int, pos: Sequence[Tensor], low: int, high: int) -> Tensor:
-    """Uniform in low .. high - 1: the high word of bits x range. The bias is at most range / 2^64, or 2^-64 above 2^32."""
+    """Uniform in low .. high - 1: the high word of bits x range.
+
+    The bias is at most range / 2^64 <= 2^-32; larger ranges take 128 bits, so at most 2^-64.
+    """
     size = high - low
     position, key = positions_sum(pos), make_key(seed, stream)
     word = squares64(position, key)

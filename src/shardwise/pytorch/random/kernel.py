@@ -15,7 +15,7 @@ import os
 import platform
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ BUILD_FROM_ELEMENTS = 32768
 BITS, UNIFORM, BERNOULLI, NORMAL, EXPONENTIAL, INTEGER = range(6)
 
 _lock = threading.Lock()
-_function: ctypes._CFuncPtr | None = None
+_function: Callable[..., int] | None = None
 _tried = False
 
 
@@ -78,7 +78,7 @@ def _build(target: Path) -> None:
             os.replace(Path(work) / "shardwise_random.so", target)
 
 
-def _load() -> ctypes._CFuncPtr:
+def _load() -> Callable[..., int]:
     target = library_path()
     if not target.exists():
         _build(target)
@@ -100,8 +100,8 @@ def prepare() -> bool:
                 try:
                     _function = _load()
                 except Exception as error:  # a missing compiler, header, cache directory: all mean "no kernel"
-                    reason = str(error).strip().splitlines() or [type(error).__name__]
-                    log.warning("random operators run without their CPU kernel: %s", reason[0])
+                    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+                    log.warning("random operators run without their CPU kernel: %s", reason)
     return _function is not None
 
 
