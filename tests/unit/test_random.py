@@ -96,6 +96,7 @@ def test_without_a_compiler_plain_torch_draws(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(kernel, "_tried", False)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    monkeypatch.setenv("SHARDWISE_NATIVE", "1")
     with caplog.at_level("WARNING", logger="shardwise"):
         for _ in range(2):
             assert torch.equal(R.random_bits(SEED, 0, positions((40000,))), expected)
@@ -277,6 +278,24 @@ def test_seeds_and_streams_are_independent():
     assert bits.unique().numel() == bits.numel()
 
 
+def test_one_position_over_seeds_streams_and_strides():
+    """Seeds that count up, streams that count up, and positions far apart are sound sequences too."""
+    place = torch.tensor(5)
+    samples = {
+        "seeds": generator.squares64(place, generator.make_key(torch.arange(N), 3)),
+        "streams": torch.stack([generator.bits(SEED, stream, [place]) for stream in range(3000)]),
+    }
+    for power in (10, 20, 32, 40):
+        samples[f"stride 2^{power}"] = generator.bits(SEED, 0, [torch.arange(100_000) << power])
+    for name, bits in samples.items():
+        limit = 5.5 / math.sqrt(bits.numel())
+        table = torch.stack([(bits >> bit) & 1 for bit in range(64)]).double() * 2 - 1
+        assert table.mean(1).abs().max() < limit, name
+        assert (table[:, :-1] * table[:, 1:]).mean(1).abs().max() < limit, name
+        unit = generator.shift_right(bits, 11).double() * 2.0**-53
+        assert kolmogorov_smirnov(unit, lambda x: x) < 1.95, name
+
+
 def test_bernoulli_and_integers():
     assert not R.random_bernoulli(SEED, 0, flat(), 0.0).any()
     assert R.random_bernoulli(SEED, 0, flat(), 1.0).all()
@@ -324,7 +343,7 @@ class Call(nn.Module):
 
 
 def capture(model, *args):
-    """The joint graph, and a function (seed, *args) -> first output that runs its forward part."""
+    """The joint graph, and a function (seed, *args) -> first output, last gradient."""
     module = Seeded(model)
     with ExitStack() as stack:
         joint = aot_export_joint_with_descriptors(
@@ -336,7 +355,8 @@ def capture(model, *args):
     def run(seed, *args):
         tangents = [torch.ones(node.meta["val"].shape) for node in tangent_nodes(graph)]
         flat_args = [*parameters, seed, *(a.detach() for a in args)]
-        return torch.utils._pytree.tree_leaves(graph(flat_args, tangents))[0]
+        leaves = torch.utils._pytree.tree_leaves(graph(flat_args, tangents))
+        return leaves[0], leaves[-1]
 
     return graph, run
 
@@ -427,12 +447,13 @@ def test_a_captured_program_draws_by_its_seed():
     x = torch.ones(40, 50)
     _, run = capture(lambda x: F.dropout(F.dropout(x, 0.5), 0.2), x.clone().requires_grad_())
     seed = torch.tensor(77)
-    out = run(seed, x)
+    out, gradient = run(seed, x)
     pos = positions((40, 50))
     expected = R.random_bernoulli(seed, 0, pos, 0.5) * 2.0 * R.random_bernoulli(seed, 1, pos, 0.8) * 1.25
     torch.testing.assert_close(out, expected)
-    assert torch.equal(out, run(seed, x))
-    assert not torch.equal(out, run(torch.tensor(78), x))
+    torch.testing.assert_close(gradient, expected)
+    assert torch.equal(out, run(seed, x)[0])
+    assert not torch.equal(out, run(torch.tensor(78), x)[0])
 
 
 def eager(function, seed=5):
