@@ -1,22 +1,22 @@
 """The planning problem as a mixed-integer program.
 
 Variables
-- x[vertex, strategy], binary: the strategy that is chosen                                          (`_choices`)
-- need[value, phase, layout] in [0, 1]: some consumer of that phase reads the value in that layout  (`_needs`)
-- move[value, phase, own, layout] in [0, 1]: it is brought there from its own layout                (`_moves`)
-- kept[value, layout]: backward uses the copy that forward made                                     (`_moves`)
-- saved[value, own], tail[value, own]: the own layout outlives forward's first, or last, consumer   (`_memory_terms`)
+- x[vertex, strategy], binary: the strategy that is chosen                                           (`_choices`)
+- flow[value, consumer, own, layout] in [0, 1]: the consumer reads it in that layout                 (`_flow`)
+- move[value, phase, own, layout] in [0, 1]: it is brought there, once for all consumers of a phase  (`_flows`)
+- kept[value, layout]: backward uses the copy that forward made                                      (`_keep`)
+- saved[value, own], tail[value, own]: the own layout outlives forward's last, or first, consumer    (`_flows`,
+  `_memory_variables`)
 
 Objective: seconds (here in microseconds) of x and move.
 
 Constraints
-- one strategy per vertex                                                     sum_s x = 1           (`_choices`)
-- a gradient has the layout of its parameter                                  x = x                 (`_ties`)
-- a need is the sum of the strategies that have it (single consumer) or at least each consumer's    (`_needs`)
-- a need is met by a move or a kept copy                                      sum_p move + kept = need (`_moves`)
-- moves start where the value is                                              move <= own           (`_moves`)
-- only what forward made can be kept                                          kept <= need          (`_moves`)
-- memory at a time                                                            bytes <= limit        (`add_memory_row`)
+- one strategy per vertex                                          sum_s x = 1                        (`_choices`)
+- a gradient has the layout of its parameter                       x = x                              (`_ties`)
+- flows start where the value is and end where it is read          sum flow = x on both sides         (`_flow`)
+- a flow needs a move, or in backward a kept copy                  flow <= move + kept                (`_flows`)
+- only what was moved in forward can be kept                       kept <= sum move                   (`_keep`)
+- memory at a time                                                 bytes <= limit                     (`add_memory_row`)
 
 Memory rows are added for the times at which a solution exceeds the limit, until none does.
 """
@@ -43,7 +43,7 @@ class Formulation:
     problem: Problem
     program: Program = field(default_factory=Program)
     x: list[list[int]] = field(default_factory=list)
-    need: dict[tuple[str, int, Layout], int] = field(default_factory=dict)
+    reached: dict[tuple[str, int], set[Layout]] = field(default_factory=dict)
     move: dict[tuple[str, int, Layout, Layout], int] = field(default_factory=dict)
     kept: dict[tuple[str, Layout], int] = field(default_factory=dict)
     saved: dict[tuple[str, Layout], int] = field(default_factory=dict)
@@ -98,61 +98,87 @@ def _value(form: Formulation, name: str) -> None:
     for phase in (0, 1):
         users = [(v, k) for v, k in problem.used_by[name] if problem.vertices[v].phase == phase]
         if users:
-            needs = _needs(form, name, phase, users)
-            _moves(form, name, phase, own, needs, len(users) == 1)
+            _flows(form, name, phase, own, users)
     if problem.settings.memory_limit_bytes is not None:
         _memory_variables(form, name, own)
 
 
-def _needs(form: Formulation, name: str, phase: int, users: list[tuple[int, int]]) -> dict[Layout, int]:
-    """need[value, phase, layout] and the rows that define it."""
-    program = form.program
-    needs: dict[Layout, int] = {}
-    for vertex, position in users:
-        by_layout: dict[Layout, list[int]] = {}
-        for layouts, column in zip(form.problem.vertices[vertex].need_layouts, form.x[vertex]):
-            by_layout.setdefault(layouts[position], []).append(column)
-        for layout, columns in by_layout.items():
-            if layout not in needs:
-                needs[layout] = program.variable()
-                form.need[(name, phase, layout)] = needs[layout]
-            high = 0.0 if len(users) == 1 else INFINITY
-            program.row([(needs[layout], 1.0), *((c, -1.0) for c in columns)], 0.0, high)
-    return needs
+def _readers(form: Formulation, vertex: int, position: int) -> dict[Layout, list[int]]:
+    """Layout -> the x of the strategies that read the value in it."""
+    found: dict[Layout, list[int]] = {}
+    for layouts, column in zip(form.problem.vertices[vertex].need_layouts, form.x[vertex]):
+        found.setdefault(layouts[position], []).append(column)
+    return found
 
 
-def _moves(
-    form: Formulation, name: str, phase: int, own: dict[Layout, list[int]], needs: dict[Layout, int], single: bool
-) -> None:
+def _flows(form: Formulation, name: str, phase: int, own: dict[Layout, list[int]], users: list[tuple[int, int]]) -> None:
+    """The value flows from its own layout to what each consumer reads; moves are shared between consumers."""
     problem, program = form.problem, form.program
-    moves: dict[Layout, list[tuple[Layout, int]]] = {source: [] for source in own}
-    for target, need in needs.items():
-        terms = [(need, -1.0)]
-        for source in own:
+    readers = [_readers(form, *user) for user in users]
+    targets = list(dict.fromkeys(layout for by_layout in readers for layout in by_layout))
+    single = len(users) == 1
+    keepable = phase == 1 and any((name, 0) in form.reached and q in form.reached[(name, 0)] for q in targets)
+    moves: dict[tuple[Layout, Layout], int] = {}
+    for source in own:
+        for target in targets:
             seconds = problem.transport_s(name, source, target)
-            if seconds < INFINITY:
-                column = program.variable(seconds * MICRO)
-                moves[source].append((target, column))
-                form.move[(name, phase, source, target)] = column
-                terms.append((column, 1.0))
-        forward = form.need.get((name, 0, target)) if phase == 1 else None
-        if forward is not None:
-            column = program.variable()
-            form.kept[(name, target)] = column
-            terms.append((column, 1.0))
-            program.row([(column, 1.0), (forward, -1.0)], -INFINITY, 0.0)
-        program.row(terms, 0.0, 0.0)
+            if seconds < INFINITY and not (source == target and not single and problem.settings.memory_limit_bytes is None):
+                moves[source, target] = program.variable(seconds * MICRO)
+                form.move[(name, phase, source, target)] = moves[source, target]
+    form.reached[(name, phase)] = set(targets)
+    if keepable:
+        _keep(form, name, targets)
+    for by_layout in readers:
+        flow = _flow(form, name, own, by_layout, None if single and not keepable else moves, moves)
+        for (source, target), column in flow.items():
+            if column == moves.get((source, target)):
+                continue
+            terms = [(column, 1.0)]
+            if (source, target) in moves:
+                terms.append((moves[source, target], -1.0))
+            elif source == target:
+                continue
+            if (kept := form.kept.get((name, target))) is not None and phase == 1:
+                terms.append((kept, -1.0))
+            program.row(terms, -INFINITY, 0.0)
+    if phase == 1 and problem.settings.memory_limit_bytes is not None and _made_forward(problem, name):
+        for source in own:
+            saved = form.saved[(name, source)] = program.variable()
+            for (start, _), move in moves.items():
+                if start == source:
+                    program.row([(saved, 1.0), (move, -1.0)], 0.0, INFINITY)
+
+
+def _flow(
+    form: Formulation,
+    name: str,
+    own: dict[Layout, list[int]],
+    by_layout: dict[Layout, list[int]],
+    separate: dict | None,
+    moves: dict[tuple[Layout, Layout], int],
+) -> dict[tuple[Layout, Layout], int]:
+    """The transport polytope between a value's own layouts and those of one consumer."""
+    program = form.program
+    flow: dict[tuple[Layout, Layout], int] = {}
+    for source in own:
+        for target in by_layout:
+            if form.problem.transport_s(name, source, target) < INFINITY or (name, target) in form.kept:
+                flow[source, target] = moves[source, target] if separate is None else program.variable()
     for source, columns in own.items():
-        if single and phase == 0:
-            program.row([*((c, 1.0) for _, c in moves[source]), *((x, -1.0) for x in columns)], 0.0, 0.0)
-            continue
-        for _, move in moves[source]:
-            program.row([(move, 1.0), *((x, -1.0) for x in columns)], -INFINITY, 0.0)
-        if phase == 1 and problem.settings.memory_limit_bytes is not None and _made_forward(problem, name):
-            saved = program.variable()
-            form.saved[(name, source)] = saved
-            for _, move in moves[source]:
-                program.row([(saved, 1.0), (move, -1.0)], 0.0, INFINITY)
+        program.row([*((flow[s, t], 1.0) for s, t in flow if s == source), *((x, -1.0) for x in columns)], 0.0, 0.0)
+    for target, columns in by_layout.items():
+        program.row([*((flow[s, t], 1.0) for s, t in flow if t == target), *((x, -1.0) for x in columns)], 0.0, 0.0)
+    return flow
+
+
+def _keep(form: Formulation, name: str, targets: list[Layout]) -> None:
+    """kept <= the moves that made the copy in forward."""
+    for target in targets:
+        makers = [c for (v, p, s, t), c in form.move.items() if (v, p, t) == (name, 0, target) and s != t]
+        if makers:
+            column = form.program.variable()
+            form.kept[(name, target)] = column
+            form.program.row([(column, 1.0), *((c, -1.0) for c in makers)], -INFINITY, 0.0)
 
 
 def _made_forward(problem: Problem, name: str) -> bool:

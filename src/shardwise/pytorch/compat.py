@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 # AOTAutograd's joint export is the only capture that gives forward and backward as one graph with descriptors.
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -13,10 +17,12 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._ops import OpOverload  # the type of an operator in a captured graph; it has no public name
 
 # Fake tensors: shapes without memory. torch.export uses them under the same names.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch._subclasses.functional_tensor import FunctionalTensor, mb_unwrap_functional_tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -25,11 +31,35 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "OpOverload",
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
     "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
+    "arguments_of",
+    "current_tracer",
     "make_fx",
+    "unwrap_functional",
 ]
+
+
+def arguments_of(op: OpOverload) -> list[Any]:
+    """The declared arguments (name, type, default_value, kwarg_only), which only the private schema has."""
+    return op._schema.arguments
+
+
+def unwrap_functional(tensor: Tensor) -> Tensor:
+    """The tensor below functionalisation.
+
+    What a traced forward sees is a FunctionalTensor; a decomposition runs one level below and may only combine what
+    lies inside it. torch passes a decomposition its operands unwrapped, but the seed is not among them.
+    """
+    return mb_unwrap_functional_tensor(tensor) if isinstance(tensor, FunctionalTensor) else tensor
+
+
+def current_tracer() -> object | None:
+    """The tracer that records operators at this moment, or None: a traced value may be reused within one only."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer
