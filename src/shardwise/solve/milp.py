@@ -60,7 +60,7 @@ class Solution:
 def solve(program: Program, max_nodes: int = 20_000, gap: float = 0.0, start: np.ndarray | None = None) -> Solution:
     """Solves to optimality, or to `max_nodes` nodes of the search tree. `start` is a feasible point to begin with."""
     solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("output_flag", bool(__import__("os").environ.get("HL")))
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("random_seed", 0)
     solver.setOptionValue("mip_max_nodes", max_nodes)
