@@ -128,7 +128,7 @@ def strategies(
     shapes = [graph.values[n].shape for n in names]
     found: list[Strategy] = []
     for combination in product(options, repeat=len(mesh)):
-        if not _compatible(combination, rule):
+        if not _compatible(combination, rule) or not _empties_work(combination, rule, node, mesh):
             continue
         operands = tuple(zip(*(o.operands for o in combination))) if names else ()
         results = tuple(
@@ -154,6 +154,19 @@ def _compatible(combination: tuple[Option, ...], rule: Rule) -> bool:
     masked = any(rule.factors[k].index is not None for k in indexed)
     linear = any(o.kind == "linear" for o in combination)
     return not (masked and linear)
+
+
+def _empties_work(combination: tuple[Option, ...], rule: Rule, node: Node, mesh: tuple[int, ...]) -> bool:
+    """Where some device gets no elements and the operator cannot run on none, every result must have a neutral
+    element to stand in: a concatenation or a reduction, but no whole copy."""
+    for option, parts in zip(combination, mesh):
+        if option.kind != "factor" or rule.factors[option.index].empty:
+            continue
+        if -(-option.parts // parts) * (parts - 1) >= option.parts:
+            for value, role in zip(node.results, rule.factors[option.index].results):
+                if value is not None and role is None:
+                    return False
+    return True
 
 
 def _share(combination: tuple[Option, ...], mesh: tuple[int, ...]) -> float:
