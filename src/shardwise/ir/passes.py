@@ -7,7 +7,6 @@ from dataclasses import replace
 from .graph import BACKWARD, FORWARD, Arg, Graph, Node, Ref, Value, map_arg
 
 
-
 def recompute_views(graph: Graph) -> Graph:
     """Backward makes its own views of what forward saved, so that nothing but storage crosses from one to the other.
 
@@ -40,8 +39,7 @@ def recompute_views(graph: Graph) -> Graph:
         results = tuple(None if v is None else _renamed(v, {}, copies) for v in node.results)
         nodes.append(replace(renamed, results=results))
     outputs = tuple(
-        replace(o, name=local_name(o.name)) if o.kind == "gradient" and o.name is not None else o
-        for o in graph.outputs
+        replace(o, name=local_name(o.name)) if o.kind == "gradient" and o.name is not None else o for o in graph.outputs
     )
     return replace(graph, nodes=tuple(nodes), outputs=outputs, made_by="recompute_views")
 

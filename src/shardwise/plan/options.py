@@ -57,7 +57,9 @@ def axis_options(node: Node, graph: Graph, rule: Rule, cuts: DimCuts) -> tuple[O
     """The options of a node on one axis."""
     names = call_of(node, graph.values)[1]
     operands = [graph.values[n] for n in names]
-    found = [Option("replicate", 0, (1, 1), (R,) * len(names), tuple(None if v is None else R for v in node.results), 0)]
+    found = [
+        Option("replicate", 0, (1, 1), (R,) * len(names), tuple(None if v is None else R for v in node.results), 0)
+    ]
     for k, factor in enumerate(rule.factors):
         if factor.even or any(r == "avg" for r in factor.results):
             continue
@@ -146,9 +148,7 @@ def strategies(
 def _compatible(combination: tuple[Option, ...], rule: Rule) -> bool:
     """Options of several axes that commute: an indexed factor is cut on one axis only, and linear groups with
     reductions other than the sum are left to `is_valid`."""
-    indexed = [
-        o.index for o in combination if o.kind == "factor" and rule.factors[o.index].index is not None
-    ]
+    indexed = [o.index for o in combination if o.kind == "factor" and rule.factors[o.index].index is not None]
     if len(indexed) != len(set(indexed)):
         return False
     masked = any(rule.factors[k].index is not None for k in indexed)

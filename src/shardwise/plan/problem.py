@@ -280,9 +280,7 @@ class _Builder:
             )
         return found
 
-    def seconds(
-        self, k: int, share: float, operands: tuple[Layout, ...], results: tuple[Layout | None, ...]
-    ) -> float:
+    def seconds(self, k: int, share: float, operands: tuple[Layout, ...], results: tuple[Layout | None, ...]) -> float:
         """Roofline time of a node under a strategy; views are free."""
         node = self.graph.nodes[k]
         made = [v for v in node.results if v is not None]
@@ -348,6 +346,4 @@ class _Builder:
 
 def _source(name: str, layouts: tuple[Layout, ...]) -> Vertex:
     count = len(layouts)
-    return Vertex(
-        name, 0, -1, (), (name,), ((),) * count, tuple((x,) for x in layouts), (0.0,) * count, ((),) * count
-    )
+    return Vertex(name, 0, -1, (), (name,), ((),) * count, tuple((x,) for x in layouts), (0.0,) * count, ((),) * count)
