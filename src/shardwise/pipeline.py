@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .cluster import Cluster
@@ -16,6 +17,7 @@ from .plan.plan import Plan, make_plan
 from .plan.planner import optimise
 from .plan.problem import Settings, build_problem
 from .plan.reshard import Resharding
+from .plan.store import load_plan, plan_key, save_plan
 from .pytorch.capture import Program, capture, capture_global
 from .pytorch.flops import count_flops
 from .pytorch.module import Runtime
@@ -26,10 +28,11 @@ from .rules.book import RuleBook
 from .rules.rule import Rule
 from .spmd.lower import lower
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total); stages are "rules" and "plan"."""
 
 
-def silent(done: int, total: int) -> None:
+def silent(stage: str, done: int, total: int) -> None:
     """No progress shown."""
 
 
@@ -44,6 +47,21 @@ class Request:
     constraints: tuple[tuple[str, Any], ...] = ()
     sharded_inputs: tuple[str, ...] = ()
     progress: Progress = silent
+    use_disk: bool = True
+    """Read and write the caches of rules and plans."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where rules and plan came from, and how long they took on the rank that made them."""
+
+    operators: int
+    """Nodes of the graph."""
+    discovered: int
+    """Rules found by running operators; all others were known or derived from strides."""
+    plan_cached: bool
+    rules_s: float
+    plan_s: float
 
 
 @dataclass(frozen=True)
@@ -54,26 +72,52 @@ class Planned:
     graph: Graph
     rules: tuple[Rule, ...]
     plan: Plan
+    origin: Origin
+
+
+def find_rules(graph: Graph, request: Request) -> tuple[tuple[Rule, ...], int]:
+    """The rule of every node, and how many had to be discovered."""
+    book = RuleBook(TorchRunner(), use_disk=request.use_disk)
+    rules = book.of_graph(graph, lambda done, total: request.progress("rules", done, total))
+    return rules, book.counts.discovered
 
 
 def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
     """Rules and plan of a captured program, on the best of the mesh shapes. For one process, or for rank 0."""
+    start = time.perf_counter()
     graph = recompute_views(program.graph)
-    book = RuleBook(TorchRunner())
-    rules = book.of_graph(graph, request.progress)
-    flops = count_flops(graph)
-    plans = []
-    for shape in request.shapes:
-        settings = Settings(
+    rules, discovered = find_rules(graph, request)
+    rules_s = time.perf_counter() - start
+    settings = [
+        Settings(
             shape,
             request.memory_limit_bytes,
             sharded_inputs=request.sharded_inputs,
             fixed=(*request.constraints, *fixed),
         )
-        problem = build_problem(graph, rules, request.cluster, settings, flops)
+        for shape in request.shapes
+    ]
+    key = plan_key(graph, rules, request.cluster, settings)
+    plan = load_plan(key) if request.use_disk else None
+    cached = plan is not None
+    if plan is None:
+        plan = _best_plan(graph, rules, request, settings)
+        if request.use_disk:
+            save_plan(key, plan)
+    plan_s = time.perf_counter() - start - rules_s
+    return Planned(program, graph, rules, plan, Origin(len(graph.nodes), discovered, cached, rules_s, plan_s))
+
+
+def _best_plan(graph: Graph, rules: tuple[Rule, ...], request: Request, settings: list[Settings]) -> Plan:
+    """The fastest plan over the mesh shapes; of equals, the one with fewer axes."""
+    flops = count_flops(graph)
+    plans = []
+    for done, one in enumerate(settings):
+        request.progress("plan", done, len(settings))
+        problem = build_problem(graph, rules, request.cluster, one, flops)
         plans.append(make_plan(problem, optimise(problem), request.cluster.name, flops))
-    best = min(plans, key=lambda p: (p.seconds, len(p.mesh)))
-    return Planned(program, graph, rules, best)
+    request.progress("plan", len(settings), len(settings))
+    return min(plans, key=lambda p: (p.seconds, len(p.mesh)))
 
 
 def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
@@ -83,7 +127,7 @@ def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, An
     if rank() == 0:
         try:
             found = plan_program(program, request, fixed)
-            text = json.dumps([found.plan.to_json(), [r.to_dict() for r in found.rules]])
+            text = json.dumps([found.plan.to_json(), [r.to_dict() for r in found.rules], asdict(found.origin)])
         except Exception as caught:  # the others must not wait for a plan that never comes
             error = caught
             text = json.dumps([f"{type(caught).__name__}: {caught}"])
@@ -96,7 +140,8 @@ def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, An
 
         raise PlanError(f"rank 0 could not plan: {data[0]}")
     rules = tuple(Rule.from_dict(r) for r in data[1])
-    planned = Planned(program, recompute_views(program.graph), rules, Plan.from_json(data[0]))
+    graph, plan = recompute_views(program.graph), Plan.from_json(data[0])
+    planned = Planned(program, graph, rules, plan, Origin(**data[2]))
     check_equal("the plan", planned.plan.fingerprint)
     return planned
 
