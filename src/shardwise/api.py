@@ -9,13 +9,16 @@ from typing import Any
 
 from .cluster import Cluster
 from .errors import InputError
+from .ir.graph import Graph
+from .ir.passes import recompute_views
 from .ir.placement import Layout, parse_layout
-from .pipeline import Planned, Request, agree_on_plan, builder, localise, plan_program, silent
+from .pipeline import Planned, Request, agree_on_plan, builder, find_rules, localise, plan_program, silent
 from .plan.plan import Plan
 from .pytorch.capture import capture, capture_global
 from .pytorch.known import known_cluster
 from .pytorch.module import Runtime, check_module, install
 from .pytorch.world import ensure_group, make_mesh, mesh_shapes, target_device
+from .rules.rule import Rule
 
 Constraints = Mapping[str, str]
 MEASURE = "measure"
@@ -108,6 +111,15 @@ def plan_model(
     return plan_program(program, request)
 
 
+def rules_of(
+    module: Any, example: Sequence[Any], *, example_kwargs: dict[str, Any] | None = None, progress: Any = silent
+) -> tuple[Graph, tuple[Rule, ...], int]:
+    """The captured graph, the rule of every node, and how many rules had to be discovered now."""
+    check_module(module)
+    graph = recompute_views(capture(module, _example(example), example_kwargs).graph)
+    return graph, *find_rules(graph, progress)
+
+
 def _example(example: Any) -> tuple:
     if not isinstance(example, tuple | list):
         raise InputError(
@@ -134,8 +146,8 @@ def parallelize(
 
     `example` is a tuple of positional arguments like those of later calls. `batch` says whether every rank gets the
     same batch ("global") or its own rows of it ("local"). `mesh` is a DeviceMesh, a shape or None for the planner's
-    choice; `cluster` describes the machine: by default it is measured once a week, with "measure" now. The parameters become DTensors under their own
-    names. See DESIGN for `constraints` and `memory_limit`. Raises InputError, CaptureError, MismatchError, PlanError.
+    choice. `cluster` describes the machine: by default it is measured once a week, with "measure" now. The parameters
+    become DTensors under their own names. See DESIGN for `constraints` and `memory_limit`. Raises InputError, CaptureError, MismatchError, PlanError.
     """
     check_module(module)
     if batch not in ("global", "local"):

@@ -8,6 +8,7 @@
     ├── PlanError                       no plan exists
     │   └── MemoryLimitError            the memory limit cannot be met; carries the least that would do
     ├── MismatchError                   ranks do not agree on model, batch or plan
+    ├── RunError                        processes that we started ended early
     ├── UnsupportedError                a use that the parallelized module refuses, with the reason
     └── CacheError                      a cache entry is damaged (callers rebuild; users see a warning only)
 
@@ -54,6 +55,10 @@ class MemoryLimitError(PlanError):
 
 class MismatchError(ShardwiseError):
     """The ranks do not agree on model, batch or plan."""
+
+
+class RunError(ShardwiseError):
+    """Processes that Shardwise started ended early; the message has their last words."""
 
 
 class UnsupportedError(ShardwiseError):

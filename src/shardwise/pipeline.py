@@ -75,10 +75,10 @@ class Planned:
     origin: Origin
 
 
-def find_rules(graph: Graph, request: Request) -> tuple[tuple[Rule, ...], int]:
+def find_rules(graph: Graph, progress: Progress, use_disk: bool = True) -> tuple[tuple[Rule, ...], int]:
     """The rule of every node, and how many had to be discovered."""
-    book = RuleBook(TorchRunner(), use_disk=request.use_disk)
-    rules = book.of_graph(graph, lambda done, total: request.progress("rules", done, total))
+    book = RuleBook(TorchRunner(), use_disk=use_disk)
+    rules = book.of_graph(graph, lambda done, total: progress("rules", done, total))
     return rules, book.counts.discovered
 
 
@@ -86,7 +86,7 @@ def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any
     """Rules and plan of a captured program, on the best of the mesh shapes. For one process, or for rank 0."""
     start = time.perf_counter()
     graph = recompute_views(program.graph)
-    rules, discovered = find_rules(graph, request)
+    rules, discovered = find_rules(graph, request.progress, request.use_disk)
     rules_s = time.perf_counter() - start
     settings = [
         Settings(
