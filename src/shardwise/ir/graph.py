@@ -20,8 +20,8 @@ from functools import cached_property
 from math import prod
 
 FORWARD, BACKWARD = "forward", "backward"
-INPUT_KINDS = ("parameter", "buffer", "constant", "input", "seed", "tangent")
-OUTPUT_KINDS = ("output", "mutation", "gradient")
+INPUT_KINDS = ("parameter", "buffer", "constant", "input", "seed", "tangent", "saved")
+OUTPUT_KINDS = ("output", "mutation", "gradient", "saved")
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,

@@ -89,7 +89,5 @@ def find_cuts(graph: Graph, rules: tuple[Rule, ...]) -> DimCuts:
 
 def _finest(cuts: set[tuple[int, int]]) -> set[tuple[int, int]]:
     """Without the cuts that contain a finer one."""
-    kept = {
-        c for c in cuts if not any(d != c and d[0] % c[0] == 0 and d[1] % c[1] == 0 for d in cuts)
-    }
+    kept = {c for c in cuts if not any(d != c and d[0] % c[0] == 0 and d[1] % c[1] == 0 for d in cuts)}
     return set(sorted(kept)[:MAX_CUTS])

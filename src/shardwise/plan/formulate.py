@@ -76,7 +76,9 @@ def _choices(form: Formulation) -> None:
 
 def _ties(form: Formulation) -> None:
     for parameter, gradient in form.problem.ties:
-        sources = {layouts[0]: c for layouts, c in zip(form.problem.vertices[parameter].give_layouts, form.x[parameter])}
+        sources = {
+            layouts[0]: c for layouts, c in zip(form.problem.vertices[parameter].give_layouts, form.x[parameter])
+        }
         for layouts, column in zip(form.problem.vertices[gradient].need_layouts, form.x[gradient]):
             source = sources.pop(layouts[0], None)
             terms = [(column, 1.0)] + ([] if source is None else [(source, -1.0)])
@@ -111,7 +113,9 @@ def _readers(form: Formulation, vertex: int, position: int) -> dict[Layout, list
     return found
 
 
-def _flows(form: Formulation, name: str, phase: int, own: dict[Layout, list[int]], users: list[tuple[int, int]]) -> None:
+def _flows(
+    form: Formulation, name: str, phase: int, own: dict[Layout, list[int]], users: list[tuple[int, int]]
+) -> None:
     """The value flows from its own layout to what each consumer reads; moves are shared between consumers."""
     problem, program = form.problem, form.program
     readers = [_readers(form, *user) for user in users]
@@ -122,7 +126,9 @@ def _flows(form: Formulation, name: str, phase: int, own: dict[Layout, list[int]
     for source in own:
         for target in targets:
             seconds = problem.transport_s(name, source, target)
-            if seconds < INFINITY and not (source == target and not single and problem.settings.memory_limit_bytes is None):
+            if seconds < INFINITY and not (
+                source == target and not single and problem.settings.memory_limit_bytes is None
+            ):
                 moves[source, target] = program.variable(seconds * MICRO)
                 form.move[(name, phase, source, target)] = moves[source, target]
     form.reached[(name, phase)] = set(targets)

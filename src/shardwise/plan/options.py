@@ -57,7 +57,9 @@ def axis_options(node: Node, graph: Graph, rule: Rule, cuts: DimCuts) -> tuple[O
     """The options of a node on one axis."""
     names = call_of(node, graph.values)[1]
     operands = [graph.values[n] for n in names]
-    found = [Option("replicate", 0, (1, 1), (R,) * len(names), tuple(None if v is None else R for v in node.results), 0)]
+    found = [
+        Option("replicate", 0, (1, 1), (R,) * len(names), tuple(None if v is None else R for v in node.results), 0)
+    ]
     for k, factor in enumerate(rule.factors):
         if factor.even or any(r == "avg" for r in factor.results):
             continue
@@ -128,7 +130,7 @@ def strategies(
     shapes = [graph.values[n].shape for n in names]
     found: list[Strategy] = []
     for combination in product(options, repeat=len(mesh)):
-        if not _compatible(combination, rule):
+        if not _compatible(combination, rule) or not _empties_work(combination, rule, node, mesh):
             continue
         operands = tuple(zip(*(o.operands for o in combination))) if names else ()
         results = tuple(
@@ -146,14 +148,25 @@ def strategies(
 def _compatible(combination: tuple[Option, ...], rule: Rule) -> bool:
     """Options of several axes that commute: an indexed factor is cut on one axis only, and linear groups with
     reductions other than the sum are left to `is_valid`."""
-    indexed = [
-        o.index for o in combination if o.kind == "factor" and rule.factors[o.index].index is not None
-    ]
+    indexed = [o.index for o in combination if o.kind == "factor" and rule.factors[o.index].index is not None]
     if len(indexed) != len(set(indexed)):
         return False
     masked = any(rule.factors[k].index is not None for k in indexed)
     linear = any(o.kind == "linear" for o in combination)
     return not (masked and linear)
+
+
+def _empties_work(combination: tuple[Option, ...], rule: Rule, node: Node, mesh: tuple[int, ...]) -> bool:
+    """Where some device gets no elements and the operator cannot run on none, every result must have a neutral
+    element to stand in: a concatenation or a reduction, but no whole copy."""
+    for option, parts in zip(combination, mesh):
+        if option.kind != "factor" or rule.factors[option.index].empty:
+            continue
+        if -(-option.parts // parts) * (parts - 1) >= option.parts:
+            for value, role in zip(node.results, rule.factors[option.index].results):
+                if value is not None and role is None:
+                    return False
+    return True
 
 
 def _share(combination: tuple[Option, ...], mesh: tuple[int, ...]) -> float:

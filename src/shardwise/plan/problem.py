@@ -41,7 +41,8 @@ class Settings:
     memory_limit_bytes: int | None = None
     optimizer_multiple: float = 2.0
     """Bytes of optimizer state per byte of parameter: 2 for Adam's two moments."""
-    batch: str = "global"
+    sharded_inputs: tuple[str, ...] = ()
+    """Paths of inputs that arrive cut in rows over all axes (each rank brings its own)."""
     fixed: tuple[tuple[str, Layout], ...] = ()
     """(path of an input or output, layout) wishes; a gradient follows its parameter."""
     forbidden: tuple[tuple[str, Layout], ...] = ()
@@ -61,6 +62,8 @@ class Vertex:
     give_layouts: tuple[tuple[Layout | None, ...], ...]
     seconds: tuple[float, ...]
     choices: tuple[tuple[Choice, ...], ...]
+    shares: tuple[float, ...] = ()
+    """Per strategy, the part of the work that the busiest device does."""
 
 
 @dataclass
@@ -234,16 +237,15 @@ class _Builder:
         found = []
         for item in self.graph.inputs:
             value = item.value
-            layouts = self._wishes(item.path, self._input_layouts(item.kind, value))
+            layouts = self._wishes(item.path, self._input_layouts(item.kind, item.path, value))
             found.append(_source(value.name, layouts))
         return found
 
-    def _input_layouts(self, kind: str, value: Value) -> list[Layout]:
+    def _input_layouts(self, kind: str, path: str, value: Value) -> list[Layout]:
         whole: Layout = (R,) * len(self.mesh)
         if kind == "parameter":
             return self.stored_layouts(value)
-        rows = value.shape[0] if value.shape else 0
-        if kind == "input" and self.settings.batch == "local" and rows and value.shape:
+        if kind == "input" and path in self.settings.sharded_inputs:
             return [(Shard(0),) * len(self.mesh)]
         return [whole]
 
@@ -273,13 +275,12 @@ class _Builder:
                     tuple(s.results for s in chosen),
                     tuple(self.seconds(k, s.share, s.operands, s.results) for s in chosen),
                     tuple(s.choice for s in chosen),
+                    tuple(s.share for s in chosen),
                 )
             )
         return found
 
-    def seconds(
-        self, k: int, share: float, operands: tuple[Layout, ...], results: tuple[Layout | None, ...]
-    ) -> float:
+    def seconds(self, k: int, share: float, operands: tuple[Layout, ...], results: tuple[Layout | None, ...]) -> float:
         """Roofline time of a node under a strategy; views are free."""
         node = self.graph.nodes[k]
         made = [v for v in node.results if v is not None]
@@ -345,6 +346,4 @@ class _Builder:
 
 def _source(name: str, layouts: tuple[Layout, ...]) -> Vertex:
     count = len(layouts)
-    return Vertex(
-        name, 0, -1, (), (name,), ((),) * count, tuple((x,) for x in layouts), (0.0,) * count, ((),) * count
-    )
+    return Vertex(name, 0, -1, (), (name,), ((),) * count, tuple((x,) for x in layouts), (0.0,) * count, ((),) * count)

@@ -21,6 +21,8 @@ from ..errors import CaptureError, InputError
 from ..ir.graph import Graph
 from .compat import FakeTensorMode, aot_export_joint_with_descriptors
 from .from_fx import graph_from_fx
+from .random import RandomState, random_decompositions
+from .world import gather_objects
 
 
 @dataclass
@@ -60,13 +62,15 @@ class _Flat(nn.Module):
         self.spec = spec
         self.out_spec: pytree.TreeSpec | None = None
         self.out_leaves: tuple[Any, ...] = ()
+        self.random = RandomState()
 
     def forward(self, seed: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = list(self.leaves)
         for position, tensor in zip(self.positions, tensors):
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        out, self.out_spec = pytree.tree_flatten(self.module(*args, **kwargs))
+        with self.random.bind(seed):
+            out, self.out_spec = pytree.tree_flatten(self.module(*args, **kwargs))
         self.out_leaves = tuple(TENSOR if isinstance(o, torch.Tensor) else o for o in out)
         return tuple(o for o in out if isinstance(o, torch.Tensor))
 
@@ -97,9 +101,17 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) 
     return fake.requires_grad_(tensor.requires_grad)
 
 
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The user's class of a module that may be parallelized already."""
+    runtime = module.__dict__.get("_shardwise")
+    return type(module) if runtime is None else runtime.original
+
+
 def fake_module(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
     """A copy of the module whose parameters and buffers are fake; ties between them are kept."""
     memo: dict[int, Any] = {}
+    if (runtime := module.__dict__.get("_shardwise")) is not None:
+        memo[id(runtime)] = None
     for tensor in [*module.parameters(), *module.buffers()]:
         memo[id(tensor)] = fake_like(tensor, mode, device)
     try:
@@ -130,6 +142,7 @@ def capture(
     leaves, spec, positions = flatten_inputs(args, kwargs or {})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inner = fake_module(module, mode, device)
+    inner.__class__ = original_class(module)
     tensors = [fake_like(leaves[k], mode, device) for k in positions]
     flat = _Flat(inner, leaves, positions, spec)
     flat.training = module.training
@@ -144,6 +157,34 @@ def capture(
     return Program(graph, spec, positions, flat.out_spec, flat.out_leaves, constants, training)
 
 
+def capture_global(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], training: bool | None, device: torch.device, batch: str
+) -> tuple[Program, tuple[str, ...]]:
+    """Captures at the size of the global batch; also gives the paths of the inputs that arrive cut in rows.
+
+    In batch mode "local" every tensor whose first dim is as long as that of the first tensor is a batch: its rows of
+    all ranks are put together.
+    """
+    if batch == "global":
+        return capture(module, args, kwargs, training=training, device=device), ()
+    leaves, spec, positions = flatten_inputs(args, kwargs)
+    batched = batch_leaves(leaves, positions)
+    rows = sum(gather_objects(leaves[batched[0]].shape[0] if batched else 0))
+    for k in batched:
+        leaves[k] = (
+            leaves[k].new_empty((rows, *leaves[k].shape[1:]), device="meta").requires_grad_(leaves[k].requires_grad)
+        )
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    program = capture(module, args, kwargs, training=training, device=device)
+    return program, tuple(str(positions.index(k)) for k in batched)
+
+
+def batch_leaves(leaves: list[Any], positions: tuple[int, ...]) -> tuple[int, ...]:
+    """Positions of the tensors that hold a batch: those as long in dim 0 as the first tensor that has a dim."""
+    shaped = [k for k in positions if leaves[k].ndim > 0]
+    return tuple(k for k in shaped if leaves[k].shape[0] == leaves[shaped[0]].shape[0])
+
+
 def _trace(
     module: nn.Module, flat: _Flat, tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode, training: bool
 ) -> torch.fx.GraphModule:
@@ -153,7 +194,9 @@ def _trace(
     grad = contextlib.nullcontext() if training else torch.no_grad()
     try:
         with contextlib.ExitStack() as stack, mode, _compiling(), grad:
-            joint = aot_export_joint_with_descriptors(stack, flat, tensors)
+            joint = aot_export_joint_with_descriptors(
+                stack, flat, tensors, decompositions=random_decompositions(flat.random)
+            )
             return joint.graph_module
     except Exception as error:
         raise CaptureError(

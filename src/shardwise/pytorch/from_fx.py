@@ -215,7 +215,9 @@ def _merge_ties(graph: Graph) -> Graph:
         return graph
     inputs = tuple(i for i in graph.inputs if i.value.name not in names)
     nodes = [
-        replace(n, args=tuple(rename(a, names) for a in n.args), kwargs=tuple((k, rename(a, names)) for k, a in n.kwargs))
+        replace(
+            n, args=tuple(rename(a, names) for a in n.args), kwargs=tuple((k, rename(a, names)) for k, a in n.kwargs)
+        )
         for n in graph.nodes
     ]
     outputs: dict[tuple[str, str], Output] = {}

@@ -59,9 +59,7 @@ def read_rules(text: str) -> dict[str, Rule]:
 def write_rules(rules: dict[str, Rule], framework: str) -> str:
     """The JSON form of a book."""
     table = {key: rules[key].to_dict() for key in sorted(rules)}
-    return json.dumps(
-        {"format": FORMAT, "framework": framework, "checksum": checksum(table), "rules": table}, indent=0
-    )
+    return json.dumps({"format": FORMAT, "framework": framework, "checksum": checksum(table), "rules": table}, indent=0)
 
 
 @dataclass

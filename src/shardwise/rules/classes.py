@@ -97,9 +97,7 @@ def find_groups(call: Call, runner: OpRunner) -> list[Group]:
     return list(dict.fromkeys(groups))
 
 
-def _accept(
-    call: Call, dims: tuple[Dim, ...], size: int, sizes: dict[Path, int], runner: OpRunner
-) -> list[Group]:
+def _accept(call: Call, dims: tuple[Dim, ...], size: int, sizes: dict[Path, int], runner: OpRunner) -> list[Group]:
     """The groups with these dims that pass on shapes, over all choices of integers."""
     if len({operand for operand, _ in dims}) < len(dims):
         return []
@@ -111,9 +109,7 @@ def _accept(
     return found
 
 
-def _classes(
-    call: Call, size: int, dims: list[Dim], sizes: dict[Path, int], runner: OpRunner
-) -> list[tuple[Dim, ...]]:
+def _classes(call: Call, size: int, dims: list[Dim], sizes: dict[Path, int], runner: OpRunner) -> list[tuple[Dim, ...]]:
     """Minimal sets of dims of this size that can change together."""
     classes: list[tuple[Dim, ...]] = []
     for seed in dims:

@@ -86,9 +86,7 @@ def _result_dims(subject: Subject, operand: int, found: list[Factor]) -> tuple[t
         dims = []
         for d, size in enumerate(shape):
             places = [
-                role.dim
-                for f in found
-                if f.operands[operand] == DimRef(d) and isinstance(role := f.results[r], DimRef)
+                role.dim for f in found if f.operands[operand] == DimRef(d) and isinstance(role := f.results[r], DimRef)
             ]
             if size > 1 and (result is None or not places):
                 return None

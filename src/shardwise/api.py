@@ -1,0 +1,170 @@
+"""The public face: `parallelize` and `plan`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .cluster import Cluster
+from .errors import InputError
+from .ir.placement import Layout, parse_layout
+from .pipeline import Planned, Request, agree_on_plan, builder, localise, plan_program, silent
+from .plan.plan import Plan
+from .pytorch.capture import capture, capture_global
+from .pytorch.measure import local_cluster
+from .pytorch.module import Runtime, check_module, install
+from .pytorch.world import ensure_group, make_mesh, mesh_shapes, target_device
+
+Constraints = Mapping[str, str]
+
+
+def memory_bytes(limit: int | str | None) -> int | None:
+    """`"40GiB"` -> bytes. Raises InputError for anything else than a positive size."""
+    if limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit > 0):
+        return limit
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    units |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", str(limit))
+    try:
+        assert match is not None
+        value = int(float(match[1]) * units[match[2]])
+        assert value > 0
+        return value
+    except (AssertionError, KeyError, ValueError):
+        raise InputError(f"memory_limit: expected bytes or a size such as '40GiB', got {limit!r}") from None
+
+
+def _constraints(constraints: Constraints | None, axes: int) -> tuple[tuple[str, Layout], ...]:
+    found = []
+    for path, text in (constraints or {}).items():
+        try:
+            layout = parse_layout(text)
+        except ValueError as error:
+            raise InputError(f"constraints[{path!r}]: {error}") from None
+        if len(layout) != axes:
+            raise InputError(f"constraints[{path!r}]: {text} has {len(layout)} axes but the mesh has {axes}")
+        found.append((path, layout))
+    return tuple(found)
+
+
+def _cluster(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
+    if cluster is None or isinstance(cluster, Cluster):
+        return cluster
+    return Cluster.load(cluster)
+
+
+def plan(
+    module: Any,
+    example: Sequence[Any],
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    mesh: Any = None,
+    cluster: Cluster | str | os.PathLike[str] = "a100x8",
+    memory_limit: int | str | None = None,
+    constraints: Constraints | None = None,
+    progress: Any = silent,
+) -> Plan:
+    """Plans a model for a described cluster, without devices, ranks or parameters (they may be on the meta device).
+
+    `mesh` is a shape such as (2, 4), or None for the planner's choice. `memory_limit` is per device, in bytes or as
+    "40GiB". `constraints` maps the path of a parameter or input to a layout such as "S0" or "[S0, R]". Raises
+    InputError, CaptureError, MemoryLimitError.
+    """
+    return plan_model(
+        module,
+        example,
+        example_kwargs=example_kwargs,
+        mesh=mesh,
+        cluster=cluster,
+        memory_limit=memory_limit,
+        constraints=constraints,
+        progress=progress,
+    ).plan
+
+
+def plan_model(
+    module: Any,
+    example: Sequence[Any],
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    mesh: Any = None,
+    cluster: Cluster | str | os.PathLike[str] = "a100x8",
+    memory_limit: int | str | None = None,
+    constraints: Constraints | None = None,
+    progress: Any = silent,
+) -> Planned:
+    """As `plan`, with the captured program and the rules."""
+    check_module(module)
+    found = _cluster(cluster)
+    assert found is not None
+    shapes = mesh_shapes(mesh, found.world_size) or found.mesh_shapes()
+    program = capture(module, _example(example), example_kwargs)
+    request = Request(
+        found, shapes, memory_bytes(memory_limit), _constraints(constraints, len(shapes[0])), progress=progress
+    )
+    return plan_program(program, request)
+
+
+def _example(example: Any) -> tuple:
+    if not isinstance(example, tuple | list):
+        raise InputError(
+            f"example: expected a tuple of positional arguments, got {type(example).__name__}; "
+            "for one argument write example=(x,)"
+        )
+    return tuple(example)
+
+
+def parallelize(
+    module: Any,
+    example: Sequence[Any],
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    mesh: Any = None,
+    cluster: Cluster | str | os.PathLike[str] | None = None,
+    memory_limit: int | str | None = None,
+    constraints: Constraints | None = None,
+    batch: str = "global",
+    overlap: bool | str = True,
+    progress: Any = silent,
+) -> Any:
+    """Makes a module run on all ranks of the world, in place, and returns it.
+
+    `example` is a tuple of positional arguments like those of later calls. `batch` says whether every rank gets the
+    same batch ("global") or its own rows of it ("local"). `mesh` is a DeviceMesh, a shape or None for the planner's
+    choice; `cluster` describes the machine, by default it is measured. The parameters become DTensors under their own
+    names. See DESIGN for `constraints` and `memory_limit`. Raises InputError, CaptureError, MismatchError, PlanError.
+    """
+    check_module(module)
+    if batch not in ("global", "local"):
+        raise InputError(f"batch: expected 'global' or 'local', got {batch!r}")
+    if overlap not in (True, False, "bitwise"):
+        raise InputError(f"overlap: expected True, False or 'bitwise', got {overlap!r}")
+    args, kwargs = _example(example), dict(example_kwargs or {})
+    device = target_device(module)
+    world = ensure_group(device)
+    described = _cluster(cluster)
+    if described is not None and described.world_size != world:
+        raise InputError(
+            f"cluster {described.name} describes {described.world_size} devices but {world} ranks are running"
+        )
+    shapes = mesh_shapes(mesh, world)
+    measured = described or local_cluster(device=device)
+    program, sharded = capture_global(module, args, kwargs, None, device, batch)
+    request = Request(
+        measured,
+        shapes or measured.mesh_shapes(),
+        memory_bytes(memory_limit),
+        _constraints(constraints, len((shapes or ((1,),))[0])),
+        sharded,
+        progress,
+    )
+    planned = agree_on_plan(program, request)
+    shape = planned.plan.mesh
+    device_mesh = mesh if hasattr(mesh, "get_group") else make_mesh(shape, device)
+    runtime = Runtime(type(module), device_mesh, shape, device, batch)
+    runtime.build = builder(request)
+    runtime.layouts = {p: x for k, p, x in planned.plan.inputs if k in ("parameter", "buffer")}
+    runtime.adopt(module, args, kwargs, localise(planned, measured, runtime))
+    return install(module, runtime)

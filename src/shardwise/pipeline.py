@@ -1,0 +1,124 @@
+"""Composes the stages: capture, rules, plan, lowering, execution. No logic of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .cluster import Cluster
+from .ir.graph import Graph
+from .ir.passes import recompute_views
+from .ir.text import format_graph
+from .plan.plan import Plan, make_plan
+from .plan.planner import optimise
+from .plan.problem import Settings, build_problem
+from .plan.reshard import Resharding
+from .pytorch.capture import Program, capture, capture_global
+from .pytorch.flops import count_flops
+from .pytorch.module import Runtime
+from .pytorch.program import LocalProgram, make_local
+from .pytorch.runner import TorchRunner
+from .pytorch.world import broadcast_text, check_equal, rank
+from .rules.book import RuleBook
+from .rules.rule import Rule
+from .spmd.lower import lower
+
+Progress = Callable[[int, int], None]
+
+
+def silent(done: int, total: int) -> None:
+    """No progress shown."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks of the planner, beside the model."""
+
+    cluster: Cluster
+    shapes: tuple[tuple[int, ...], ...]
+    """Mesh shapes to choose from."""
+    memory_limit_bytes: int | None = None
+    constraints: tuple[tuple[str, Any], ...] = ()
+    sharded_inputs: tuple[str, ...] = ()
+    progress: Progress = silent
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A captured program with its rules and its plan."""
+
+    program: Program
+    graph: Graph
+    rules: tuple[Rule, ...]
+    plan: Plan
+
+
+def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
+    """Rules and plan of a captured program, on the best of the mesh shapes. For one process, or for rank 0."""
+    graph = recompute_views(program.graph)
+    book = RuleBook(TorchRunner())
+    rules = book.of_graph(graph, request.progress)
+    flops = count_flops(graph)
+    plans = []
+    for shape in request.shapes:
+        settings = Settings(
+            shape,
+            request.memory_limit_bytes,
+            sharded_inputs=request.sharded_inputs,
+            fixed=(*request.constraints, *fixed),
+        )
+        problem = build_problem(graph, rules, request.cluster, settings, flops)
+        plans.append(make_plan(problem, optimise(problem), request.cluster.name, flops))
+    best = min(plans, key=lambda p: (p.seconds, len(p.mesh)))
+    return Planned(program, graph, rules, best)
+
+
+def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
+    """Rank 0 finds rules and plan, the others receive them. Raises MismatchError where the graphs differ."""
+    check_equal("the captured model", hashlib.sha256(format_graph(program.graph).encode()).hexdigest())
+    text, error = None, None
+    if rank() == 0:
+        try:
+            found = plan_program(program, request, fixed)
+            text = json.dumps([found.plan.to_json(), [r.to_dict() for r in found.rules]])
+        except Exception as caught:  # the others must not wait for a plan that never comes
+            error = caught
+            text = json.dumps([f"{type(caught).__name__}: {caught}"])
+    text = broadcast_text(text)
+    data = json.loads(text)
+    if error is not None:
+        raise error
+    if len(data) == 1:
+        from .errors import PlanError
+
+        raise PlanError(f"rank 0 could not plan: {data[0]}")
+    rules = tuple(Rule.from_dict(r) for r in data[1])
+    planned = Planned(program, recompute_views(program.graph), rules, Plan.from_json(data[0]))
+    check_equal("the plan", planned.plan.fingerprint)
+    return planned
+
+
+def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgram:
+    """The program of this rank."""
+    resharding = Resharding(planned.plan.mesh, cluster.axes(planned.plan.mesh))
+    local = lower(planned.graph, planned.rules, planned.plan, resharding, runtime.coords)
+    return make_local(planned.program, planned.plan, local, runtime.groups, runtime.device)
+
+
+def builder(request: Request) -> Callable[[Runtime, Any, tuple, dict, bool], LocalProgram]:
+    """What a parallelized module calls when it needs a program that it does not have yet."""
+
+    def build(runtime: Runtime, module: Any, args: tuple, kwargs: dict, training: bool) -> LocalProgram:
+        program, sharded = capture_global(module, args, kwargs, training, runtime.device, runtime.batch)
+        known = {i.path for i in program.graph.inputs_of("parameter", "buffer")}
+        fixed = tuple((p, x) for p, x in runtime.layouts.items() if p in known)
+        here = replace(request, shapes=(runtime.shape,), sharded_inputs=sharded)
+        return localise(agree_on_plan(program, here, fixed), request.cluster, runtime)
+
+    return build
+
+
+__all__ = ["Planned", "Request", "agree_on_plan", "builder", "capture", "localise", "plan_program"]

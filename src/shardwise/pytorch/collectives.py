@@ -1,0 +1,228 @@
+"""The `comm.*` and `shard.*` operators of a lowered program, on torch.distributed.
+
+A collective returns a `Pending`: its work has started and its result is there after `wait()`. Pieces of unequal size
+are padded to the largest one on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .operators import dtype_of
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+Place = tuple[int, int, int, tuple[int, ...]]
+"""(dim, outer, unit, lens): the dim is read as (outer, sum(lens), unit) and cut by lens."""
+
+
+@dataclass
+class Pending:
+    """A collective on its way."""
+
+    work: Any
+    finish: Callable[[], torch.Tensor]
+
+    def wait(self) -> torch.Tensor:
+        """The result. Raises RuntimeError where a rank is gone or the group timed out."""
+        if self.work is not None:
+            self.work.wait()
+        return self.finish()
+
+
+def _on_wire(x: torch.Tensor) -> torch.Tensor:
+    """Bools travel as bytes; complex numbers as pairs are left to the backend."""
+    return x.to(torch.uint8) if x.dtype == torch.bool else x
+
+
+def _split(x: torch.Tensor, place: Place, length: int) -> torch.Tensor:
+    """x read as (before, outer, length, unit * after)."""
+    dim, outer, unit, _ = place
+    return x.reshape(prod(x.shape[:dim]), outer, length, unit * prod(x.shape[dim + 1 :]))
+
+
+def _pad(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """x with dim grown to `length` by zeros."""
+    missing = length - x.shape[dim]
+    if missing == 0:
+        return x
+    shape = [*x.shape[:dim], missing, *x.shape[dim + 1 :]]
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup, place: Place) -> Pending:
+    """The whole from everybody's piece."""
+    dim, outer, unit, lens = place
+    rank, longest = dist.get_rank(group), max(lens)
+    dtype = x.dtype
+    shape = list(x.shape)
+    shape[dim] = outer * sum(lens) * unit
+    parts = _split(_on_wire(x), place, lens[rank])
+    before, rows = parts.shape[0] * outer, parts.shape[3]
+    flat = _pad(parts.reshape(before, lens[rank], rows), 1, longest).contiguous()
+    out = flat.new_empty((len(lens), *flat.shape))
+    work = (
+        dist.all_gather_single(out.reshape(-1), flat.reshape(-1), group=group, async_op=True) if out.numel() else None
+    )
+
+    def finish() -> torch.Tensor:
+        if before == 1 and all(n == longest for n in lens):
+            whole = out
+        elif all(n == longest for n in lens):
+            whole = out.transpose(0, 1)
+        else:
+            whole = torch.cat([out[k, :, :n] for k, n in enumerate(lens)], 1)
+        return whole.reshape(shape).to(dtype)
+
+    return Pending(work, finish)
+
+
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: str, in_place: bool = False) -> Pending:
+    """Everybody's summand combined, on everybody."""
+    wire = _on_wire(x)
+    if not in_place or not wire.is_contiguous():
+        wire = wire.clone(memory_format=torch.contiguous_format) if wire is x else wire
+    work = dist.all_reduce(wire, REDUCE_OPS[op], group=group, async_op=True) if x.numel() else None
+    return Pending(work, lambda: wire.to(x.dtype))
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, op: str, place: Place) -> Pending:
+    """Everybody's summand combined, one piece each."""
+    dim, outer, unit, lens = place
+    rank, longest = dist.get_rank(group), max(lens)
+    dtype = x.dtype
+    shape = list(x.shape)
+    shape[dim] = outer * lens[rank] * unit
+    parts = _split(_on_wire(x), place, sum(lens))
+    before, rows = parts.shape[0] * outer, parts.shape[3]
+    pieces = parts.reshape(before, sum(lens), rows).split(list(lens), 1)
+    if before == 1 and all(n == longest for n in lens):
+        flat = parts.contiguous()
+    else:
+        flat = torch.stack([_pad(piece, 1, longest) for piece in pieces])
+    out = flat.new_empty((before, longest, rows))
+    work = None
+    if out.numel():
+        work = dist.reduce_scatter_single(out.reshape(-1), flat.reshape(-1), REDUCE_OPS[op], group=group, async_op=True)
+    return Pending(work, lambda: out[:, : lens[rank]].reshape(shape).to(dtype))
+
+
+def all_to_all(x: torch.Tensor, group: dist.ProcessGroup, source: Place, target: Place) -> Pending:
+    """From pieces along one dim to pieces along another."""
+    rank = dist.get_rank(group)
+    dtype = x.dtype
+    sends = _split(_on_wire(x), target, sum(target[3])).split(list(target[3]), 2)
+    flat = torch.cat([s.reshape(-1) for s in sends])
+    shape = list(x.shape)
+    shape[target[0]] = target[1] * target[3][rank] * target[2]
+    per_row = prod(shape) // max(1, source[3][rank]) if source[3][rank] else _row_elements(x, source, target, rank)
+    counts = [per_row * n for n in source[3]]
+    out = flat.new_empty(sum(counts))
+    work = dist.all_to_all_single(out, flat, counts, [s.numel() for s in sends], group=group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        parts = []
+        for piece, n in zip(out.split(counts), source[3]):
+            local = list(shape)
+            local[source[0]] = source[1] * n * source[2]
+            parts.append(_split(piece.reshape(local), source, n))
+        shape[source[0]] = source[1] * sum(source[3]) * source[2]
+        return torch.cat(parts, 2).reshape(shape).to(dtype)
+
+    return Pending(work, finish)
+
+
+def _row_elements(x: torch.Tensor, source: Place, target: Place, rank: int) -> int:
+    """Elements of one step of the source's factor in the piece that this rank will hold, where it sends nothing."""
+    shape = list(x.shape)
+    shape[source[0]] = source[1] * source[2]
+    shape[target[0]] = target[1] * target[3][rank] * target[2]
+    return prod(shape)
+
+
+def slice_piece(x: torch.Tensor, dim: int, outer: int, unit: int, start: int, stop: int) -> torch.Tensor:
+    """The piece [start, stop) of the factor at (outer, n, unit); a view where outer is 1."""
+    if outer == 1:
+        return x.narrow(dim, start * unit, (stop - start) * unit)
+    n = x.shape[dim] // (outer * unit)
+    split = x.reshape(*x.shape[:dim], outer, n, unit, *x.shape[dim + 1 :])
+    piece = split.narrow(dim + 1, start, stop - start)
+    return piece.reshape(*x.shape[:dim], outer * (stop - start) * unit, *x.shape[dim + 1 :])
+
+
+def zero_unless(x: torch.Tensor, keep: bool) -> torch.Tensor:
+    """x on one device, zeros on the others: summands of x."""
+    return x if keep else torch.zeros_like(x)
+
+
+def _inside(x: torch.Tensor, start: int, length: int, size: int, wraps: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    entries = torch.where(x < 0, x + size, x) if wraps else x
+    return entries, (entries >= start) & (entries < start + length)
+
+
+def local_index(x: torch.Tensor, start: int, length: int, size: int, wraps: bool, fill: int) -> torch.Tensor:
+    """Indices into the whole -> indices into the piece [start, start + length); `fill` for all others."""
+    entries, inside = _inside(x, start, length, size, wraps)
+    return torch.where(inside, entries - start, fill)
+
+
+def mask(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    start: int,
+    length: int,
+    size: int,
+    wraps: bool,
+    dims: tuple[int, ...],
+) -> torch.Tensor:
+    """x with zeros where the index points outside of the piece; dim d of the index lies along dim dims[d] of x."""
+    inside = _inside(index, start, length, size, wraps)[1]
+    kept = sorted((d for d in range(index.ndim) if dims[d] >= 0), key=lambda d: dims[d])
+    dropped = [d for d in range(index.ndim) if dims[d] < 0]
+    shape = [1] * x.ndim
+    for d in kept:
+        shape[dims[d]] = index.shape[d]
+    return torch.where(
+        inside.permute(*kept, *dropped).reshape(shape), x, torch.zeros((), dtype=x.dtype, device=x.device)
+    )
+
+
+def pad(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """One more row of zeros."""
+    return _pad(x, dim, x.shape[dim] + 1)
+
+
+def drop_last(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Without the last row."""
+    return x.narrow(dim, 0, x.shape[dim] - 1)
+
+
+def fill(shape: tuple[int, ...], dtype: torch.dtype, op: str, device: torch.device) -> torch.Tensor:
+    """The neutral element of a reduction."""
+    value: float | int | bool = 0
+    if op == "prod":
+        value = 1
+    elif op in ("max", "min"):
+        low = op == "max"
+        if dtype == torch.bool:
+            value = not low
+        elif dtype.is_floating_point:
+            value = float("-inf") if low else float("inf")
+        else:
+            info = torch.iinfo(dtype)
+            value = info.min if low else info.max
+    return torch.full(shape, value, dtype=dtype, device=device)
+
+
+__all__ = ["Pending", "all_gather", "all_reduce", "all_to_all", "dtype_of", "fill", "reduce_scatter"]

@@ -1,0 +1,167 @@
+"""A lowered graph -> a Python function: one line per node, every value deleted after its last use.
+
+Collectives start where they stand and are waited for before their first reader. An all-reduce whose operand dies
+with it works in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..ir.graph import Arg, Graph, Literal, Node, Ref
+from ..ir.liveness import last_use, storage_of
+from . import collectives
+from .operators import find_op, from_literal
+from .runner import flatten_results
+
+
+@dataclass
+class Compiled:
+    """A program that can be called with the list of its inputs (which it empties); returns the list of outputs."""
+
+    source: str
+    call: Callable[[list[torch.Tensor]], list[torch.Tensor | None]]
+
+
+def compile_graph(graph: Graph, groups: tuple[dist.ProcessGroup | None, ...], device: torch.device) -> Compiled:
+    """Writes and compiles the function of one device. `groups` has the process group of every mesh axis."""
+    writer = _Writer(graph, groups, device)
+    source = writer.write()
+    scope: dict[str, Any] = dict(writer.scope)
+    exec(compile(source, f"<shardwise {graph.name}>", "exec"), scope)
+    return Compiled(source, scope["run"])
+
+
+class _Writer:
+    def __init__(self, graph: Graph, groups: tuple[dist.ProcessGroup | None, ...], device: torch.device):
+        self.graph, self.groups, self.device = graph, groups, device
+        self.scope: dict[str, Any] = {"flatten_results": flatten_results}
+        self.pending: set[str] = set()
+        self.lines: list[str] = []
+        self.last = last_use(graph)
+        self.owner = storage_of(graph)
+        self.given = {i.value.name for i in graph.inputs}
+        self.shared: dict[str, int] = {}
+        for name in graph.values:
+            self.shared[self.owner[name]] = self.shared.get(self.owner[name], 0) + 1
+
+    def constant(self, value: Any) -> str:
+        """A name in the function's scope for a Python object."""
+        name = f"c{len(self.scope)}"
+        self.scope[name] = value
+        return name
+
+    def write(self) -> str:
+        """The source of the function."""
+        self.lines.append("def run(inputs):")
+        names = [i.value.name for i in self.graph.inputs]
+        if names:
+            self.lines.append(f"    ({', '.join(names)},) = inputs")
+        self.lines.append("    inputs.clear()")
+        dying: dict[int, list[str]] = {}
+        for name, k in self.last.items():
+            dying.setdefault(k, []).append(name)
+        unread = [n for n in names if self.last[n] == -1]
+        if unread:
+            self.lines.append(f"    del {', '.join(unread)}")
+        for k, node in enumerate(self.graph.nodes):
+            for name in dict.fromkeys(node.operands):
+                self.wait(name)
+            self.lines.append("    " + self.node(node, k))
+            gone = [n for n in dying.get(k, []) if n not in unread]
+            for name in gone:
+                self.wait(name)
+            if gone:
+                self.lines.append(f"    del {', '.join(gone)}")
+        for output in self.graph.outputs:
+            if output.name is not None:
+                self.wait(output.name)
+        self.lines.append(f"    return [{', '.join(o.name or 'None' for o in self.graph.outputs)}]")
+        return "\n".join(self.lines) + "\n"
+
+    def wait(self, name: str) -> None:
+        """Waits for a collective before its result is read."""
+        if name in self.pending:
+            self.pending.discard(name)
+            self.lines.append(f"    {name} = {name}.wait()")
+
+    def arg(self, arg: Arg) -> str:
+        """An argument as source."""
+        if isinstance(arg, Ref):
+            return arg.name
+        if isinstance(arg, Literal):
+            return self.constant(from_literal(arg, self.device))
+        if isinstance(arg, tuple):
+            return "[" + ", ".join(self.arg(a) for a in arg) + "]"
+        if isinstance(arg, float | complex):
+            return self.constant(arg)
+        return repr(arg)
+
+    def node(self, node: Node, k: int) -> str:
+        """The line of one node."""
+        if node.op.startswith("comm."):
+            return self.collective(node, k)
+        if node.op.startswith("shard."):
+            return self.local(node)
+        op = self.constant(_callable(node.op))
+        args = [self.arg(a) for a in node.args] + [f"{key}={self.arg(a)}" for key, a in node.kwargs]
+        call = f"{op}({', '.join(args)})"
+        if len(node.results) == 1 and node.results[0] is not None and not _returns_list(node.op):
+            return f"{node.results[0].name} = {call}"
+        names = ["_" if v is None else v.name for v in node.results]
+        return f"({', '.join(names)},) = flatten_results({call})"
+
+    def collective(self, node: Node, k: int) -> str:
+        """Starts a collective on the process group of its axis."""
+        assert node.results[0] is not None
+        x, axis, *rest = node.args
+        assert isinstance(x, Ref) and isinstance(axis, int)
+        group = self.constant(self.groups[axis])
+        name = node.results[0].name
+        kind = node.op.removeprefix("comm.")
+        function = self.constant(getattr(collectives, kind))
+        args = [x.name, group]
+        if kind == "all_reduce":
+            free = self.last[x.name] == k and x.name not in self.given and self.shared[self.owner[x.name]] == 1
+            args += [repr(rest[0]), repr(free)]
+        elif kind == "all_gather":
+            args.append(self.constant(tuple(rest)))
+        elif kind == "reduce_scatter":
+            args += [repr(rest[0]), self.constant(tuple(rest[1:]))]
+        else:
+            args += [self.constant(a) for a in rest]
+        self.pending.add(name)
+        return f"{name} = {function}({', '.join(args)})"
+
+    def local(self, node: Node) -> str:
+        """An operator of the dialect `shard.*`."""
+        assert node.results[0] is not None
+        kind = node.op.removeprefix("shard.")
+        function = self.constant(getattr(collectives, {"slice": "slice_piece"}.get(kind, kind)))
+        args = [self.arg(a) for a in node.args]
+        if kind == "fill":
+            args.append(self.constant(self.device))
+        return f"{node.results[0].name} = {function}({', '.join(args)})"
+
+
+def _returns_list(op: str) -> bool:
+    returns = find_op(op)._schema.returns
+    return len(returns) == 1 and "List" in str(returns[0].type)
+
+
+def _callable(op: str) -> Callable[..., Any]:
+    """The operator; a view that the real strides refuse becomes a reshape (fake strides can differ)."""
+    found = find_op(op)
+    if op not in ("aten.view.default", "aten._unsafe_view.default"):
+        return found
+    reshape = find_op("aten.reshape.default")
+
+    def view(x: torch.Tensor, size: list[int]) -> torch.Tensor:
+        return reshape(x, size)
+
+    return view
