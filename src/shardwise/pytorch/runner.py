@@ -78,7 +78,7 @@ class TorchRunner:
         return tuple(found)
 
     def decompose(self, call: Call) -> Graph | None:
-        from .decompositions import decompose
+        from .decompose import decompose
 
         return decompose(call)
 

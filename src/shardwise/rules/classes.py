@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
-from ..ir.graph import Path, leaves
+from ..ir.graph import Arg, Path, leaves
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
 
 MAX_UNION = 6
@@ -34,7 +34,7 @@ def resize(call: Call, group: Group, length: int, extra: int = 0) -> Call:
     for operand, dim in group.dims:
         shapes[operand][dim] = length + extra
     table = dict(leaves(call.args, call.kwargs))
-    new = {p: _as_int(table[p]) // group.size * (length + extra) for p in group.ints}
+    new: dict[Path, Arg] = {p: _as_int(table[p]) // group.size * (length + extra) for p in group.ints}
     operands = tuple(TensorMeta(tuple(s), m.dtype) for s, m in zip(shapes, call.operands))
     return call.with_leaves(new).with_operands(operands)
 

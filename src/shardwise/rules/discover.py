@@ -71,7 +71,8 @@ def discover(call: Call, runner: OpRunner, announce: Announce = lambda tag: True
     found = _without_contained(found)
     if subject.int_range:
         found += indexed_factors(subject, failed, found)
-    return Rule(tuple(found), _linear_groups(subject), found_on=runner.framework)
+    useful = [f for f in found if any(isinstance(role, DimRef) for role in (*f.operands, *f.results))]
+    return Rule(tuple(useful), _linear_groups(subject), found_on=runner.framework)
 
 
 def _without_contained(found: list[Factor]) -> list[Factor]:
@@ -96,13 +97,17 @@ def _covers(factor: Factor, group: Group) -> bool:
 
 
 def _subject(call: Call, runner: OpRunner, announce: Announce) -> Subject | None:
+    """The trials of the largest range of integers that the operator accepts: that with which most kinds run."""
+    best: Subject | None = None
     for int_range in index_ranges(call, runner) if has_integers(call) else [0]:
         if not announce(f"whole in range {int_range}"):
             continue
         trials = [t for kind in KINDS if (t := trial(call, kind, int_range, runner)) is not None]
-        if trials:
-            return Subject(call, tuple(trials), int_range, runner, announce)
-    return None
+        if trials and (best is None or len(trials) > len(best.trials)):
+            best = Subject(call, tuple(trials), int_range, runner, announce)
+        if len(trials) == len(KINDS):
+            break
+    return best
 
 
 def run_pieces(
@@ -261,7 +266,7 @@ def _linear_groups(subject: Subject) -> tuple[tuple[int, ...], ...]:
     results = subject.trials[0].results
     if any(r is not None and r.dtype.kind not in "fc" for r in results):
         return ()
-    groups = [(k,) for k in floats]
+    groups: list[tuple[int, ...]] = [(k,) for k in floats]
     if len(floats) > 1:
         groups.append(tuple(floats))
     if 2 < len(floats) <= 4:

@@ -7,6 +7,7 @@ the candidate of the last tag is struck out and a new child goes on where the ol
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import select
@@ -113,6 +114,7 @@ def _child(calls: Sequence[Call], runner: OpRunner, skip: list[set[str]], start:
     """Never returns. Silent: a crashing operator may print anything."""
     code = 1
     try:
+        faulthandler.disable()
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
