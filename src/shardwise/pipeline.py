@@ -11,7 +11,8 @@ from typing import Any
 from .cluster import Cluster
 from .ir.graph import Graph
 from .ir.passes import recompute_views
-from .ir.text import format_graph
+from .ir.runner import call_of
+from .ir.text import format_graph, parse_graph
 from .plan.plan import Plan, make_plan
 from .plan.planner import optimise
 from .plan.problem import Settings, build_problem
@@ -23,7 +24,9 @@ from .pytorch.program import LocalProgram, make_local
 from .pytorch.runner import TorchRunner
 from .pytorch.world import broadcast_text, check_equal, rank
 from .rules.book import RuleBook
+from .rules.descend import descend
 from .rules.rule import Rule
+from .spmd.fuse import fuse_regions
 from .spmd.lower import lower
 
 Progress = Callable[[int, int], None]
@@ -60,7 +63,9 @@ def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any
     """Rules and plan of a captured program, on the best of the mesh shapes. For one process, or for rank 0."""
     graph = recompute_views(program.graph)
     book = RuleBook(TorchRunner())
-    rules = book.of_graph(graph, request.progress)
+    values = graph.values
+    graph, rules, regions = descend(graph, book, request.progress)
+    fused_rules = dict(zip(regions, book.find(call_of(n, values)[0] for n in regions.values())))
     flops = count_flops(graph)
     plans = []
     for shape in request.shapes:
@@ -73,7 +78,7 @@ def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any
         problem = build_problem(graph, rules, request.cluster, settings, flops)
         plans.append(make_plan(problem, optimise(problem), request.cluster.name, flops))
     best = min(plans, key=lambda p: (p.seconds, len(p.mesh)))
-    return Planned(program, graph, rules, best)
+    return Planned(program, *fuse_regions(graph, rules, best, regions, fused_rules))
 
 
 def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
@@ -83,7 +88,7 @@ def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, An
     if rank() == 0:
         try:
             found = plan_program(program, request, fixed)
-            text = json.dumps([found.plan.to_json(), [r.to_dict() for r in found.rules]])
+            text = json.dumps([found.plan.to_json(), [r.to_dict() for r in found.rules], format_graph(found.graph)])
         except Exception as caught:  # the others must not wait for a plan that never comes
             error = caught
             text = json.dumps([f"{type(caught).__name__}: {caught}"])
@@ -96,7 +101,7 @@ def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, An
 
         raise PlanError(f"rank 0 could not plan: {data[0]}")
     rules = tuple(Rule.from_dict(r) for r in data[1])
-    planned = Planned(program, recompute_views(program.graph), rules, Plan.from_json(data[0]))
+    planned = Planned(program, parse_graph(data[2]), rules, Plan.from_json(data[0]))
     check_equal("the plan", planned.plan.fingerprint)
     return planned
 
