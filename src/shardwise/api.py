@@ -10,12 +10,12 @@ from typing import Any
 from .cluster import Cluster
 from .errors import InputError
 from .ir.placement import Layout, parse_layout
-from .pipeline import Planned, Request, agree_on_plan, builder, localise, plan_program, silent
+from .pipeline import Planned, Request, distribute, plan_program, silent
 from .plan.plan import Plan
 from .pytorch.capture import capture, capture_global
 from .pytorch.measure import local_cluster
-from .pytorch.module import Runtime, check_module, install
-from .pytorch.world import ensure_group, make_mesh, mesh_shapes, target_device
+from .pytorch.module import check_module
+from .pytorch.world import ensure_group, mesh_shapes, target_device
 
 Constraints = Mapping[str, str]
 
@@ -160,11 +160,4 @@ def parallelize(
         sharded,
         progress,
     )
-    planned = agree_on_plan(program, request)
-    shape = planned.plan.mesh
-    device_mesh = mesh if hasattr(mesh, "get_group") else make_mesh(shape, device)
-    runtime = Runtime(type(module), device_mesh, shape, device, batch)
-    runtime.build = builder(request)
-    runtime.layouts = {p: x for k, p, x in planned.plan.inputs if k in ("parameter", "buffer")}
-    runtime.adopt(module, args, kwargs, localise(planned, measured, runtime))
-    return install(module, runtime)
+    return distribute(module, args, kwargs, program, request, mesh, device, batch)

@@ -14,15 +14,15 @@ from .ir.passes import recompute_views
 from .ir.runner import call_of
 from .ir.text import format_graph, parse_graph
 from .plan.plan import Plan, make_plan
-from .plan.planner import optimise
-from .plan.problem import Settings, build_problem
+from .plan.planner import Outcome, optimise
+from .plan.problem import Problem, Settings, build_problem
 from .plan.reshard import Resharding
 from .pytorch.capture import Program, capture, capture_global
 from .pytorch.flops import count_flops
-from .pytorch.module import Runtime
+from .pytorch.module import Runtime, install
 from .pytorch.program import LocalProgram, make_local
 from .pytorch.runner import TorchRunner
-from .pytorch.world import broadcast_text, check_equal, rank
+from .pytorch.world import broadcast_text, check_equal, make_mesh, rank
 from .rules.book import RuleBook
 from .rules.descend import descend
 from .rules.rule import Rule
@@ -47,6 +47,8 @@ class Request:
     constraints: tuple[tuple[str, Any], ...] = ()
     sharded_inputs: tuple[str, ...] = ()
     progress: Progress = silent
+    choose: Callable[[Problem], Outcome] = optimise
+    """What finds the plan."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any
             fixed=(*request.constraints, *fixed),
         )
         problem = build_problem(graph, rules, request.cluster, settings, flops)
-        plans.append(make_plan(problem, optimise(problem), request.cluster.name, flops))
+        plans.append(make_plan(problem, request.choose(problem), request.cluster.name, flops))
     best = min(plans, key=lambda p: (p.seconds, len(p.mesh)))
     return Planned(program, *fuse_regions(graph, rules, best, regions, fused_rules))
 
@@ -104,6 +106,19 @@ def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, An
     planned = Planned(program, parse_graph(data[2]), rules, Plan.from_json(data[0]))
     check_equal("the plan", planned.plan.fingerprint)
     return planned
+
+
+def distribute(
+    module: Any, args: tuple, kwargs: dict, program: Program, request: Request, mesh: Any, device: Any, batch: str
+) -> Any:
+    """Plans the first program of a module and installs it, with what builds the others. `mesh` may be a DeviceMesh."""
+    planned = agree_on_plan(program, request)
+    shape = planned.plan.mesh
+    runtime = Runtime(type(module), mesh if hasattr(mesh, "get_group") else make_mesh(shape, device), shape, device, batch)
+    runtime.build = builder(request)
+    runtime.layouts = {p: x for k, p, x in planned.plan.inputs if k in ("parameter", "buffer")}
+    runtime.adopt(module, args, kwargs, localise(planned, request.cluster, runtime))
+    return install(module, runtime)
 
 
 def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgram:
