@@ -46,9 +46,11 @@ class _Writer:
         self.last = last_use(graph)
         self.owner = storage_of(graph)
         self.given = {i.value.name for i in graph.inputs}
-        self.shared: dict[str, int] = {}
-        for name in graph.values:
-            self.shared[self.owner[name]] = self.shared.get(self.owner[name], 0) + 1
+        self.storage_end: dict[str, int] = {}
+        """Owner of a storage -> the last node that reads any value in it."""
+        for name, k in self.last.items():
+            base = self.owner[name]
+            self.storage_end[base] = max(self.storage_end.get(base, -1), k)
 
     def constant(self, value: Any) -> str:
         """A name in the function's scope for a Python object."""
@@ -127,7 +129,8 @@ class _Writer:
         function = self.constant(getattr(collectives, kind))
         args = [x.name, group]
         if kind == "all_reduce":
-            free = self.last[x.name] == k and x.name not in self.given and self.shared[self.owner[x.name]] == 1
+            base = self.owner[x.name]
+            free = self.storage_end[base] == k and base not in self.given
             args += [repr(rest[0]), repr(free)]
         elif kind == "all_gather":
             args.append(self.constant(tuple(rest)))

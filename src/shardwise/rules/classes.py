@@ -74,7 +74,8 @@ def _int_choices(call: Call, size: int, sizes: dict[Path, int]) -> list[tuple[Pa
 
 
 def find_groups(call: Call, runner: OpRunner) -> list[Group]:
-    """Candidate groups, smallest first, that the operator accepts on shapes."""
+    """Candidate groups that the operator accepts on shapes, the largest of each size first: an operator whose shape
+    function checks nothing would crash on most of the smaller ones."""
     table = dict(leaves(call.args, call.kwargs))
     sizes = {
         p: v
@@ -89,7 +90,8 @@ def find_groups(call: Call, runner: OpRunner) -> list[Group]:
     groups: list[Group] = []
     for size, dims in by_size.items():
         classes = _classes(call, size, dims, sizes, runner)
-        groups += _unions(call, classes, size, sizes, runner)
+        unions = _unions(call, classes, size, sizes, runner)
+        groups += sorted(unions, key=lambda g: -len(g.dims))
     for path, value in sizes.items():
         group = Group((), (path,), value)
         if result_growth(call, group, runner) is not None:

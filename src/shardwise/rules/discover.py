@@ -101,8 +101,10 @@ def _without_contained(found: list[Factor]) -> list[Factor]:
 
 
 def _covers(factor: Factor, group: Group) -> bool:
-    """Whether a factor for the same dims (with fewer integers) is known already."""
+    """Whether a factor for the same dims (with fewer integers), or for more of them, is known already."""
     dims = tuple((o, ref.dim) for o, ref in enumerate(factor.operands) if isinstance(ref, DimRef))
+    if group.dims and set(group.dims) < set(dims):
+        return True
     return dims == group.dims and (bool(dims) or factor.ints == group.ints)
 
 
