@@ -12,8 +12,8 @@ from itertools import combinations
 from ..ir.graph import Arg, Path, leaves
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
 
-MAX_UNION = 6
-"""Unions of more classes of equal size than this are tried as singles, pairs and the whole only."""
+MAX_UNION = 3
+"""Of more classes of equal size than this not all unions are tried, see `_picks`."""
 
 Dim = tuple[int, int]
 """(operand, dim)"""
@@ -157,19 +157,27 @@ def _shrink(
     return full
 
 
+def _picks(classes: list[tuple[Dim, ...]]) -> list[tuple[tuple[Dim, ...], ...]]:
+    """Sets of classes to unite: all of them where they are few; else all at once, those of the same dim of every
+    operand, single ones, pairs, and all but one."""
+    n = len(classes)
+    if n <= MAX_UNION:
+        return [pick for count in range(1, n + 1) for pick in combinations(classes, count)]
+    by_dim: dict[int, list[tuple[Dim, ...]]] = {}
+    for c in classes:
+        by_dim.setdefault(c[0][1], []).append(c)
+    same = [tuple(cs) for cs in by_dim.values()]
+    all_but_one = [tuple(c for c in cs if c != without) for cs in [*same, classes] for without in cs]
+    picks = [*combinations(classes, 1), *combinations(classes, 2), *same, tuple(classes), *all_but_one]
+    return list(dict.fromkeys(pick for pick in picks if pick))
+
+
 def _unions(
     call: Call, classes: list[tuple[Dim, ...]], size: int, sizes: dict[Path, int], runner: OpRunner
 ) -> list[Group]:
     """Groups from single classes and from unions of classes of the same size, at most one dim per operand."""
-    counts = range(1, len(classes) + 1) if len(classes) <= MAX_UNION else (1, 2)
-    picks = [pick for count in counts for pick in combinations(classes, count)]
-    if len(classes) > MAX_UNION:
-        by_dim: dict[int, list[tuple[Dim, ...]]] = {}
-        for c in classes:
-            by_dim.setdefault(c[0][1], []).append(c)
-        picks += [tuple(same) for same in by_dim.values()]
     groups = []
-    for pick in picks:
+    for pick in _picks(classes):
         dims = tuple(sorted(d for c in pick for d in c))
         groups += _accept(call, dims, size, sizes, runner)
     return groups
