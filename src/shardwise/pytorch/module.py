@@ -53,6 +53,8 @@ class Runtime:
         self.layouts: dict[str, Layout] = {}
         """Placements of parameters and buffers, fixed by the first program."""
         self.first: LocalProgram | None = None
+        self.origin: Any = None
+        """Where the rules and the plan of the first program came from (`pipeline.Origin`)."""
 
     @property
     def coords(self) -> tuple[int, ...]:
