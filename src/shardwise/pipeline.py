@@ -28,6 +28,7 @@ from .pytorch.world import broadcast_text, check_equal, make_mesh, rank
 from .rules.book import RuleBook
 from .rules.descend import descend
 from .rules.rule import Rule
+from .spmd.bucket import bucket_gradients, late_views
 from .spmd.fuse import fuse_regions
 from .spmd.lower import lower
 
@@ -192,6 +193,7 @@ def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgr
     """The program of this rank."""
     resharding = Resharding(planned.plan.mesh, cluster.axes(planned.plan.mesh))
     local = lower(planned.graph, planned.rules, planned.plan, resharding, runtime.coords)
+    local = bucket_gradients(late_views(local))
     return make_local(planned.program, planned.plan, local, runtime.groups, runtime.device)
 
 
