@@ -9,16 +9,14 @@ from typing import Any
 
 from .cluster import Cluster
 from .errors import InputError
-from .ir.graph import Graph
 from .ir.passes import recompute_views
 from .ir.placement import Layout, parse_layout
-from .pipeline import Planned, Request, agree_on_plan, builder, find_rules, localise, plan_program, silent
+from .pipeline import Planned, Request, Ruled, distribute, find_rules, plan_program, silent
 from .plan.plan import Plan
 from .pytorch.capture import capture, capture_global
 from .pytorch.known import known_cluster
-from .pytorch.module import Runtime, check_module, install
-from .pytorch.world import ensure_group, make_mesh, mesh_shapes, target_device
-from .rules.rule import Rule
+from .pytorch.module import check_module
+from .pytorch.world import ensure_group, mesh_shapes, target_device
 
 Constraints = Mapping[str, str]
 MEASURE = "measure"
@@ -113,11 +111,10 @@ def plan_model(
 
 def rules_of(
     module: Any, example: Sequence[Any], *, example_kwargs: dict[str, Any] | None = None, progress: Any = silent
-) -> tuple[Graph, tuple[Rule, ...], int]:
-    """The captured graph, the rule of every node, and how many rules had to be discovered now."""
+) -> Ruled:
+    """The captured graph, operators that do not split decomposed where that helps, and the rule of every node."""
     check_module(module)
-    graph = recompute_views(capture(module, _example(example), example_kwargs).graph)
-    return graph, *find_rules(graph, progress)
+    return find_rules(recompute_views(capture(module, _example(example), example_kwargs).graph), progress)
 
 
 def _example(example: Any) -> tuple:
@@ -147,7 +144,8 @@ def parallelize(
     `example` is a tuple of positional arguments like those of later calls. `batch` says whether every rank gets the
     same batch ("global") or its own rows of it ("local"). `mesh` is a DeviceMesh, a shape or None for the planner's
     choice. `cluster` describes the machine: by default it is measured once a week, with "measure" now. The parameters
-    become DTensors under their own names. See DESIGN for `constraints` and `memory_limit`. Raises InputError, CaptureError, MismatchError, PlanError.
+    become DTensors under their own names. See `plan` for `constraints` and `memory_limit`. Raises InputError,
+    CaptureError, MismatchError, PlanError.
     """
     check_module(module)
     if batch not in ("global", "local"):
@@ -173,12 +171,4 @@ def parallelize(
         sharded,
         progress,
     )
-    planned = agree_on_plan(program, request)
-    shape = planned.plan.mesh
-    device_mesh = mesh if hasattr(mesh, "get_group") else make_mesh(shape, device)
-    runtime = Runtime(type(module), device_mesh, shape, device, batch)
-    runtime.origin = planned.origin
-    runtime.build = builder(request)
-    runtime.layouts = {p: x for k, p, x in planned.plan.inputs if k in ("parameter", "buffer")}
-    runtime.adopt(module, args, kwargs, localise(planned, measured, runtime))
-    return install(module, runtime)
+    return distribute(module, args, kwargs, program, request, mesh, device, batch)

@@ -226,16 +226,20 @@ def rules(model: str, *, as_json: Json = False) -> int:
     """
     module, args, kwargs = load_model(model)
     with _stages() as progress:
-        graph, found, discovered = rules_of(module, args, example_kwargs=kwargs, progress=progress)
-    rows = rule_rows(graph, found)
+        found = rules_of(module, args, example_kwargs=kwargs, progress=progress)
+    rows = rule_rows(found.graph, found.rules)
     whole = sorted({op for op, _, _, _ in rows} - {op for op, text, _, _ in rows if text != "replicated only"})
     if as_json:
         keys = ("operator", "rule", "from", "nodes")
-        data = {"rules": [dict(zip(keys, row)) for row in rows], "replicated_only": whole, "discovered": discovered}
+        data = {
+            "rules": [dict(zip(keys, row)) for row in rows],
+            "replicated_only": whole,
+            "discovered": found.discovered,
+        }
         print(json.dumps(data))
         return 0
     out.print(rule_table(rows), markup=False)
-    out.print(f"{len(graph.nodes)} nodes, {len(rows)} rules, {discovered} of them discovered now")
+    out.print(f"{len(found.graph.nodes)} nodes, {len(rows)} rules, {found.discovered} of them discovered now")
     out.print("operators that can only be replicated: " + (", ".join(whole) or "none"))
     return 0
 

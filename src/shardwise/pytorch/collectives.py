@@ -91,10 +91,28 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup, place: Place) -> Pendi
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: str, in_place: bool = False) -> Pending:
     """Everybody's summand combined, on everybody."""
     wire = _on_wire(x)
-    if not in_place or not wire.is_contiguous():
-        wire = wire.clone(memory_format=torch.contiguous_format) if wire is x else wire
-    work = dist.all_reduce(wire, REDUCE_OPS[op], group=group, async_op=True) if x.numel() else None
-    return Pending(work, lambda: wire.to(x.dtype))
+    if wire is x and not in_place:
+        wire = x.clone()
+    order = sorted(range(wire.ndim), key=wire.stride, reverse=True)
+    flat = wire.permute(order)
+    if not flat.is_contiguous():
+        wire = wire.contiguous()
+        flat = wire
+    dtype = x.dtype
+    work = dist.all_reduce(flat, REDUCE_OPS[op], group=group, async_op=True) if wire.numel() else None
+    return Pending(work, lambda: wire.to(dtype))
+
+
+def all_reduce_many(tensors: list[torch.Tensor], group: dist.ProcessGroup, op: str) -> list[Pending]:
+    """Several all-reduces through one buffer; every result is a view of it."""
+    dtype = tensors[0].dtype
+    flat = torch.cat([_on_wire(x).reshape(-1) for x in tensors])
+    work = dist.all_reduce(flat, REDUCE_OPS[op], group=group, async_op=True) if flat.numel() else None
+    parts = flat.split([x.numel() for x in tensors])
+    shapes = [x.shape for x in tensors]
+    return [
+        Pending(work, lambda part=part, shape=shape: part.view(shape).to(dtype)) for part, shape in zip(parts, shapes)
+    ]
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, op: str, place: Place) -> Pending:

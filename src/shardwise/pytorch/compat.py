@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+
+# torch's table of decompositions: `torch.export` offers only the part of it that ends in core ATen.
+from torch._decomp import decomposition_table
 
 # AOTAutograd's joint export is the only capture that gives forward and backward as one graph with descriptors.
 from torch._functorch._aot_autograd.descriptors import (
@@ -41,6 +45,7 @@ __all__ = [
     "arguments_of",
     "current_tracer",
     "make_fx",
+    "registered_decomposition",
     "unwrap_functional",
 ]
 
@@ -48,6 +53,11 @@ __all__ = [
 def arguments_of(op: OpOverload) -> list[Any]:
     """The declared arguments (name, type, default_value, kwarg_only), which only the private schema has."""
     return op._schema.arguments
+
+
+def registered_decomposition(op: OpOverload) -> Callable[..., Any] | None:
+    """torch's own decomposition of an operator."""
+    return decomposition_table.get(op)
 
 
 def unwrap_functional(tensor: Tensor) -> Tensor:

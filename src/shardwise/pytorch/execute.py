@@ -46,9 +46,11 @@ class _Writer:
         self.last = last_use(graph)
         self.owner = storage_of(graph)
         self.given = {i.value.name for i in graph.inputs}
-        self.shared: dict[str, int] = {}
-        for name in graph.values:
-            self.shared[self.owner[name]] = self.shared.get(self.owner[name], 0) + 1
+        self.storage_end: dict[str, int] = {}
+        """Owner of a storage -> the last node that reads any value in it."""
+        for name, k in self.last.items():
+            base = self.owner[name]
+            self.storage_end[base] = max(self.storage_end.get(base, -1), k)
 
     def constant(self, value: Any) -> str:
         """A name in the function's scope for a Python object."""
@@ -120,14 +122,21 @@ class _Writer:
         """Starts a collective on the process group of its axis."""
         assert node.results[0] is not None
         x, axis, *rest = node.args
-        assert isinstance(x, Ref) and isinstance(axis, int)
+        assert isinstance(axis, int)
         group = self.constant(self.groups[axis])
+        if node.op == "comm.all_reduce_many":
+            names = [v.name for v in node.results if v is not None]
+            self.pending.update(names)
+            function = self.constant(collectives.all_reduce_many)
+            return f"({', '.join(names)},) = {function}({self.arg(x)}, {group}, {rest[0]!r})"
+        assert isinstance(x, Ref)
         name = node.results[0].name
         kind = node.op.removeprefix("comm.")
         function = self.constant(getattr(collectives, kind))
         args = [x.name, group]
         if kind == "all_reduce":
-            free = self.last[x.name] == k and x.name not in self.given and self.shared[self.owner[x.name]] == 1
+            base = self.owner[x.name]
+            free = self.storage_end[base] == k and base not in self.given
             args += [repr(rest[0]), repr(free)]
         elif kind == "all_gather":
             args.append(self.constant(tuple(rest)))

@@ -10,13 +10,21 @@ from torch.utils.flop_counter import flop_registry
 from ..ir.graph import Arg, Graph, Ref
 from .operators import find_op
 
+_COUNTED_AS = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": (
+        "aten._scaled_dot_product_flash_attention_backward.default"
+    ),
+}
+"""Operators that torch's counter does not know, by one that it does and that does the same work on the same operands."""
+
 
 def count_flops(graph: Graph) -> dict[str, float]:
     """Node name -> floating-point operations of the whole, unsplit operator."""
     found: dict[str, float] = {}
     for node in graph.nodes:
         try:
-            formula = flop_registry.get(find_op(node.op).overloadpacket)
+            formula = flop_registry.get(find_op(_COUNTED_AS.get(node.op, node.op)).overloadpacket)
         except (AttributeError, ValueError):
             continue
         if formula is None:

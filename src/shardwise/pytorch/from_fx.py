@@ -82,17 +82,17 @@ def _source(node: fx.Node) -> str:
     return ""
 
 
-def _read_nodes(builder: Builder, module: fx.GraphModule) -> tuple[fx.Node, list[fx.Node]]:
-    """Reads everything but inputs and outputs; returns the output node and the placeholders."""
-    placeholders, output = [], None
+def _read_nodes(builder: Builder, module: fx.GraphModule) -> fx.Node:
+    """Reads everything but inputs and outputs; returns the output node."""
+    output = None
     getitems: dict[str, dict[int, str]] = {}
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target is operator.getitem:
             getitems.setdefault(node.args[0].name, {}).setdefault(node.args[1], node.name)
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            placeholders.append(node)
-        elif node.op == "output":
+            continue
+        if node.op == "output":
             output = node
         elif node.op == "get_attr":
             tensor = _attribute(module, str(node.target))
@@ -114,7 +114,7 @@ def _read_nodes(builder: Builder, module: fx.GraphModule) -> tuple[fx.Node, list
         else:
             raise TypeError(f"unexpected {node.op} {node.target} in a traced graph")
     assert output is not None
-    return output, placeholders
+    return output
 
 
 def _attribute(module: fx.GraphModule, path: str) -> torch.Tensor:
@@ -130,7 +130,7 @@ def simple_graph(module: fx.GraphModule, name: str) -> Graph:
     for node in module.graph.nodes:
         if node.op == "placeholder":
             builder.inputs.append(Input(builder.value(node.name, node.meta["val"]), "input", node.name))
-    output, _ = _read_nodes(builder, module)
+    output = _read_nodes(builder, module)
     outputs = tuple(
         Output(None if item is None else _name(builder, item), "output", str(k))
         for k, item in enumerate(_output_items(output))
@@ -157,7 +157,7 @@ def graph_from_fx(module: fx.GraphModule, name: str) -> tuple[Graph, dict[str, t
         if node.op == "placeholder":
             kind, path = _input_kind(node.meta["desc"])
             builder.inputs.append(Input(builder.value(node.name, node.meta["val"]), kind, path))
-    output, placeholders = _read_nodes(builder, module)
+    output = _read_nodes(builder, module)
     outputs = []
     for item, desc in zip(_output_items(output), output.meta["desc"]):
         found = _output_kind(desc)

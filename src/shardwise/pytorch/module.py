@@ -24,7 +24,7 @@ from ..plan.plan import Plan
 from .capture import flatten_inputs
 from .keys import program_key
 from .program import LocalProgram
-from .state import local_tensor, place_state, store
+from .state import place_state, store
 
 log = logging.getLogger("shardwise")
 MANY_PROGRAMS = 20
@@ -127,7 +127,7 @@ def run(module: ParallelModule, args: tuple, kwargs: dict[str, Any]) -> Any:
     program = runtime.program(module, args, kwargs, training, key)
 
     def state(path: str) -> torch.Tensor:
-        return local_tensor(find(module, path))
+        return find(module, path)
 
     out, changes = program.run(state, tensors, seed)
     with torch.no_grad():

@@ -66,7 +66,7 @@ class TorchRunner:
 
     def views(self, call: Call) -> tuple[ViewOf, ...] | None:
         op = find_op(call.op)
-        if not any(a.alias_info is not None and not a.alias_info.is_write for a in op._schema.arguments):
+        if any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments):
             return None
         tensors, results = self._meta_results(call)
         found = []
@@ -78,7 +78,7 @@ class TorchRunner:
         return tuple(found)
 
     def decompose(self, call: Call) -> Graph | None:
-        from .decompositions import decompose
+        from .decompose import decompose
 
         return decompose(call)
 

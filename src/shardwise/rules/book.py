@@ -22,7 +22,7 @@ from .rule import Rule
 from .sandbox import discover_all
 from .views import view_rule
 
-FORMAT = 1
+FORMAT = 3
 """Version of the discovery and of the JSON form; rules of another version are not read."""
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
-from ..ir.graph import Path, leaves
+from ..ir.graph import Arg, Path, leaves
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
 
-MAX_UNION = 6
-"""Unions of more classes of equal size than this are tried as singles, pairs and the whole only."""
+MAX_UNION = 3
+"""Of more classes of equal size than this not all unions are tried, see `_picks`."""
 
 Dim = tuple[int, int]
 """(operand, dim)"""
@@ -34,7 +34,7 @@ def resize(call: Call, group: Group, length: int, extra: int = 0) -> Call:
     for operand, dim in group.dims:
         shapes[operand][dim] = length + extra
     table = dict(leaves(call.args, call.kwargs))
-    new = {p: _as_int(table[p]) // group.size * (length + extra) for p in group.ints}
+    new: dict[Path, Arg] = {p: _as_int(table[p]) // group.size * (length + extra) for p in group.ints}
     operands = tuple(TensorMeta(tuple(s), m.dtype) for s, m in zip(shapes, call.operands))
     return call.with_leaves(new).with_operands(operands)
 
@@ -74,7 +74,8 @@ def _int_choices(call: Call, size: int, sizes: dict[Path, int]) -> list[tuple[Pa
 
 
 def find_groups(call: Call, runner: OpRunner) -> list[Group]:
-    """Candidate groups, smallest first, that the operator accepts on shapes."""
+    """Candidate groups that the operator accepts on shapes, the largest of each size first: an operator whose shape
+    function checks nothing would crash on most of the smaller ones."""
     table = dict(leaves(call.args, call.kwargs))
     sizes = {
         p: v
@@ -89,7 +90,8 @@ def find_groups(call: Call, runner: OpRunner) -> list[Group]:
     groups: list[Group] = []
     for size, dims in by_size.items():
         classes = _classes(call, size, dims, sizes, runner)
-        groups += _unions(call, classes, size, sizes, runner)
+        unions = _unions(call, classes, size, sizes, runner)
+        groups += sorted(unions, key=lambda g: -len(g.dims))
     for path, value in sizes.items():
         group = Group((), (path,), value)
         if result_growth(call, group, runner) is not None:
@@ -155,19 +157,27 @@ def _shrink(
     return full
 
 
+def _picks(classes: list[tuple[Dim, ...]]) -> list[tuple[tuple[Dim, ...], ...]]:
+    """Sets of classes to unite: all of them where they are few; else all at once, those of the same dim of every
+    operand, single ones, pairs, and all but one."""
+    n = len(classes)
+    if n <= MAX_UNION:
+        return [pick for count in range(1, n + 1) for pick in combinations(classes, count)]
+    by_dim: dict[int, list[tuple[Dim, ...]]] = {}
+    for c in classes:
+        by_dim.setdefault(c[0][1], []).append(c)
+    same = [tuple(cs) for cs in by_dim.values()]
+    all_but_one = [tuple(c for c in cs if c != without) for cs in [*same, classes] for without in cs]
+    picks = [*combinations(classes, 1), *combinations(classes, 2), *same, tuple(classes), *all_but_one]
+    return list(dict.fromkeys(pick for pick in picks if pick))
+
+
 def _unions(
     call: Call, classes: list[tuple[Dim, ...]], size: int, sizes: dict[Path, int], runner: OpRunner
 ) -> list[Group]:
     """Groups from single classes and from unions of classes of the same size, at most one dim per operand."""
-    counts = range(1, len(classes) + 1) if len(classes) <= MAX_UNION else (1, 2)
-    picks = [pick for count in counts for pick in combinations(classes, count)]
-    if len(classes) > MAX_UNION:
-        by_dim: dict[int, list[tuple[Dim, ...]]] = {}
-        for c in classes:
-            by_dim.setdefault(c[0][1], []).append(c)
-        picks += [tuple(same) for same in by_dim.values()]
     groups = []
-    for pick in picks:
+    for pick in _picks(classes):
         dims = tuple(sorted(d for c in pick for d in c))
         groups += _accept(call, dims, size, sizes, runner)
     return groups

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -27,8 +29,18 @@ from .rule import DimRef, Factor, OperandRole, ResultRole, Rule
 
 REDUCTION_ORDER = ("same", "sum", "max", "min", "prod")
 
-Announce = Callable[[str], bool]
-"""Called before a run that may crash the process; returns whether to go on (False: it crashed here before)."""
+T = TypeVar("T")
+
+
+class Attempt(Protocol):
+    """Runs work that may crash the process. None where it did: then that attempt is lost, and only that."""
+
+    def __call__(self, tag: str, work: Callable[[], T]) -> T | None: ...
+
+
+def directly(tag: str, work: Callable[[], T]) -> T | None:
+    """An attempt in this process, which dies with it."""
+    return work()
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,7 @@ class Subject:
     trials: tuple[Trial, ...]
     int_range: int
     runner: OpRunner
-    announce: Announce
+    attempt: Attempt
 
 
 def partitions(n: int) -> list[list[np.ndarray]]:
@@ -53,9 +65,9 @@ def partitions(n: int) -> list[list[np.ndarray]]:
     return found
 
 
-def discover(call: Call, runner: OpRunner, announce: Announce = lambda tag: True) -> Rule:
-    """The rule of a proxy call. Runs the operator in this process: use `sandbox.discover_all` to survive crashes."""
-    subject = _subject(call, runner, announce)
+def discover(call: Call, runner: OpRunner, attempt: Attempt = directly) -> Rule:
+    """The rule of a proxy call. `sandbox.discover_all` gives attempts that survive crashes."""
+    subject = _subject(call, runner, attempt)
     if subject is None:
         return Rule(found_on="no input accepted")
     found: list[Factor] = []
@@ -71,7 +83,8 @@ def discover(call: Call, runner: OpRunner, announce: Announce = lambda tag: True
     found = _without_contained(found)
     if subject.int_range:
         found += indexed_factors(subject, failed, found)
-    return Rule(tuple(found), _linear_groups(subject), found_on=runner.framework)
+    useful = [f for f in found if any(isinstance(role, DimRef) for role in (*f.operands, *f.results))]
+    return Rule(tuple(useful), _linear_groups(subject), found_on=runner.framework)
 
 
 def _without_contained(found: list[Factor]) -> list[Factor]:
@@ -88,19 +101,31 @@ def _without_contained(found: list[Factor]) -> list[Factor]:
 
 
 def _covers(factor: Factor, group: Group) -> bool:
-    """Whether a factor for the same dims (with fewer integers) is known already."""
+    """Whether a factor for the same dims (with fewer integers), or for more of them, is known already."""
     dims = tuple((o, ref.dim) for o, ref in enumerate(factor.operands) if isinstance(ref, DimRef))
+    if group.dims and set(group.dims) < set(dims):
+        return True
     return dims == group.dims and (bool(dims) or factor.ints == group.ints)
 
 
-def _subject(call: Call, runner: OpRunner, announce: Announce) -> Subject | None:
+def _subject(call: Call, runner: OpRunner, attempt: Attempt) -> Subject | None:
+    """The trials of the largest range of integers that the operator accepts: that with which most kinds run."""
+    best: Subject | None = None
     for int_range in index_ranges(call, runner) if has_integers(call) else [0]:
-        if not announce(f"whole in range {int_range}"):
-            continue
-        trials = [t for kind in KINDS if (t := trial(call, kind, int_range, runner)) is not None]
-        if trials:
-            return Subject(call, tuple(trials), int_range, runner, announce)
-    return None
+
+        def work(int_range: int = int_range) -> list[Trial]:
+            return _trials(call, int_range, runner)
+
+        trials = attempt(f"whole in range {int_range}", work)
+        if trials and (best is None or len(trials) > len(best.trials)):
+            best = Subject(call, tuple(trials), int_range, runner, attempt)
+        if trials and len(trials) == len(KINDS):
+            break
+    return best
+
+
+def _trials(call: Call, int_range: int, runner: OpRunner) -> list[Trial]:
+    return [t for kind in KINDS if (t := trial(call, kind, int_range, runner)) is not None]
 
 
 def run_pieces(
@@ -190,20 +215,31 @@ def _pick(roles: set[ResultRole]) -> ResultRole:
 
 
 def _try_group(subject: Subject, group: Group) -> Factor | None:
-    tag = f"cut {group.dims} {group.ints}"
-    if not subject.announce(tag):
-        return None
-    operands: list[OperandRole] = [None] * len(subject.call.operands)
+    roles: list[OperandRole] = [None] * len(subject.call.operands)
     for operand, dim in group.dims:
-        operands[operand] = DimRef(dim)
+        roles[operand] = DimRef(dim)
+    operands = tuple(roles)
+
+    def search() -> Factor | None:
+        return (
+            _try_plain(subject, group, operands)
+            or _try_once(subject, group, operands)
+            or _try_even(subject, group, operands)
+        )
+
+    factor = subject.attempt(f"cut {group.dims} {group.ints}", search)
+    if factor is None or factor.even or any(isinstance(role, str) for role in factor.operands):
+        return factor
+    empty = subject.attempt(f"empty {group.dims} {group.ints}", partial(_empty_works, subject, group, factor))
+    return replace(factor, empty=bool(empty))
+
+
+def _try_plain(subject: Subject, group: Group, operands: tuple[OperandRole, ...]) -> Factor | None:
     alive = _survivors(subject, group, partitions(group.size))
-    if alive is None:
-        return _try_once(subject, group, operands) or _try_even(subject, group, tuple(operands))
-    factor = Factor(tuple(operands), tuple(_pick(r) for r in alive), group.ints)
-    return replace(factor, empty=_empty_works(subject, group, factor))
+    return None if alive is None else Factor(operands, tuple(_pick(r) for r in alive), group.ints)
 
 
-def _try_once(subject: Subject, group: Group, operands: list[OperandRole]) -> Factor | None:
+def _try_once(subject: Subject, group: Group, operands: tuple[OperandRole, ...]) -> Factor | None:
     """A whole operand that every piece would add again (the bias of a split contraction) comes in summands."""
     for k, (role, meta) in enumerate(zip(operands, subject.call.operands)):
         if role is not None or np.dtype(meta.dtype).kind not in "fc":
@@ -220,7 +256,7 @@ def _try_even(subject: Subject, group: Group, operands: tuple[OperandRole, ...])
     length = group.size + group.size % 2
     bigger = Group(group.dims, group.ints, length)
     call = resize(subject.call, group, length)
-    trials = [t for kind in KINDS if (t := trial(call, kind, subject.int_range, subject.runner)) is not None]
+    trials = _trials(call, subject.int_range, subject.runner)
     if not trials:
         return None
     index = np.arange(length)
@@ -233,8 +269,6 @@ def _try_even(subject: Subject, group: Group, operands: tuple[OperandRole, ...])
 
 def _empty_works(subject: Subject, group: Group, factor: Factor) -> bool:
     """Whether an empty piece may be executed: its results must not disturb the combination."""
-    if group.size == 0 or not subject.announce(f"empty {group.dims} {group.ints}"):
-        return False
     index = np.arange(group.size)
     growth = result_growth(subject.call, group, subject.runner)
     if growth is None:
@@ -254,17 +288,17 @@ def _empty_works(subject: Subject, group: Group, factor: Factor) -> bool:
 def _linear_groups(subject: Subject) -> tuple[tuple[int, ...], ...]:
     """Groups of operands in which the operator is jointly additive."""
     floats = [k for k, m in enumerate(subject.call.operands) if np.dtype(m.dtype).kind in "fc"]
-    if not floats or not subject.announce("linear"):
+    if not floats:
         return ()
     results = subject.trials[0].results
     if any(r is not None and r.dtype.kind not in "fc" for r in results):
         return ()
-    groups = [(k,) for k in floats]
+    groups: list[tuple[int, ...]] = [(k,) for k in floats]
     if len(floats) > 1:
         groups.append(tuple(floats))
     if 2 < len(floats) <= 4:
         groups += list(combinations(floats, 2))
-    return tuple(g for g in groups if _is_linear(subject, g))
+    return subject.attempt("linear", lambda: tuple(g for g in groups if _is_linear(subject, g))) or ()
 
 
 def _is_linear(subject: Subject, group: tuple[int, ...]) -> bool:

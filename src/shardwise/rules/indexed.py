@@ -52,13 +52,17 @@ def _try_modes(subject: Subject, group: Group, operand: int, found: list[Factor]
     growth = result_growth(subject.call, group, subject.runner)
     if growth is None or any(g is not None and len(g) > 1 for g in growth):
         return None
-    wraps = _wraps(subject, operand)
+    wraps = bool(subject.attempt(f"negative {operand}", lambda: _wraps(subject, operand)))
     for mode in ("mask", "pad"):
         dims = _result_dims(subject, operand, found) if mode == "mask" else ()
-        if dims is None or not subject.announce(f"index {group.dims} {group.ints} {operand} {mode}"):
+        if dims is None:
             continue
         shift = IndexShift(operand, mode, wraps, dims)
-        roles = _shifted_roles(subject, group, shift, growth)
+
+        def work(shift: IndexShift = shift) -> tuple[ResultRole, ...] | None:
+            return _shifted_roles(subject, group, shift, growth)
+
+        roles = subject.attempt(f"index {group.dims} {group.ints} {operand} {mode}", work)
         if roles is not None:
             return Factor(tuple(refs), roles, group.ints, index=shift)
     return None
@@ -69,8 +73,6 @@ def _wraps(subject: Subject, operand: int) -> bool:
     attempt = subject.trials[0]
     operands = list(attempt.operands)
     operands[operand] = operands[operand] - subject.int_range
-    if not subject.announce(f"negative {operand}"):
-        return False
     try:
         results = subject.runner.run(subject.call, operands)
     except OperatorError:

@@ -1,12 +1,14 @@
-"""Runs discovery in a child process that may die.
+"""Runs discovery in child processes that may die.
 
-Executing operators blindly is unsafe: some corrupt the heap or abort on mismatched sizes, some hang. One forked child
-works through many calls; before each risky execution it announces a tag. When the child crashes or runs out of time,
-the candidate of the last tag is struck out and a new child goes on where the old one stopped.
+Executing operators blindly is unsafe: some corrupt the heap or abort on mismatched sizes, some hang. A forked child
+works through many calls and tells before every attempt that it is alive. When it dies or falls silent, the call that
+it was at starts again in a child that makes every attempt in a fork of its own: a crash, a hang or a corrupted heap
+then costs that attempt alone, and it is always the same one.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import select
@@ -14,129 +16,171 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, TypeVar
 
 from ..ir.runner import Call, OpRunner
-from .discover import discover
+from .discover import Attempt, discover
 from .rule import Rule
 
-CANDIDATE_TIMEOUT_S = 10.0
-"""A candidate that says nothing for this long is struck out."""
-MAX_CRASHES = 12
-"""After this many crashes a call is replicated only."""
+ATTEMPT_TIMEOUT_S = 10.0
+"""An attempt that takes longer is given up."""
+MAX_HANGS = 6
+"""After this many attempts that took too long no further one is made for a call: what was found until then stands."""
+CRASHED = Rule(found_on="crashed")
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
 
 
 def discover_all(
     calls: Sequence[Call],
     runner: OpRunner,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    timeout_s: float = CANDIDATE_TIMEOUT_S,
+    progress: Progress = lambda done, total: None,
+    timeout_s: float = ATTEMPT_TIMEOUT_S,
+    isolated: bool = False,
 ) -> list[Rule]:
-    """The rules of proxy calls, in order. Survives crashes and hangs of the operators."""
-    rules: list[Rule | None] = [None] * len(calls)
-    skip: list[set[str]] = [set() for _ in calls]
+    """The rules of proxy calls, in order. Survives crashes and hangs of the operators.
+
+    `isolated` makes every attempt in its own process from the start: slower, and nothing can disturb another.
+    """
+    rules: dict[int, Rule] = {}
+
+    def take(index: int, rule: Rule) -> None:
+        rules[index] = rule
+        progress(len(rules), len(calls))
+
     start = 0
     while start < len(calls):
-        start = _one_child(calls, runner, rules, skip, start, progress, timeout_s)
-    return [rule if rule is not None else Rule(found_on="crashed") for rule in rules]
+        if not isolated:
+            start = _child_over(calls, range(start, len(calls)), runner, take, timeout_s, False)
+        if start < len(calls):
+            _child_over(calls, range(start, start + 1), runner, take, timeout_s, True)
+            if start not in rules:
+                take(start, CRASHED)
+            start += 1
+    return [rules[k] for k in range(len(calls))]
 
 
-def _one_child(
+def _child_over(
     calls: Sequence[Call],
+    indices: range,
     runner: OpRunner,
-    rules: list[Rule | None],
-    skip: list[set[str]],
-    start: int,
-    progress: Callable[[int, int], None],
+    take: Callable[[int, Rule], None],
     timeout_s: float,
+    isolated: bool,
 ) -> int:
-    """Forks a child from call `start` on; returns the call at which the next child has to start."""
+    """Forks a child for these calls; returns the first of them that it did not finish, or the end."""
+
+    def work(send: Callable[[object], None]) -> None:
+        runner.prepare_child()
+        for index in indices:
+            attempt = _isolated(send, timeout_s) if isolated else _direct(send)
+            send((index, _discover(calls[index], runner, attempt)))
+
+    done = indices.start
+    for message in _messages(work, timeout_s * (3 if isolated else 1)):
+        if message is not None:
+            index, rule = message  # type: ignore[misc]
+            take(index, rule)
+            done = index + 1
+    return done
+
+
+def _discover(call: Call, runner: OpRunner, attempt: Attempt) -> Rule:
+    try:
+        return discover(call, runner, attempt)
+    except MemoryError:
+        return Rule(found_on="out of memory")
+    except Exception as error:
+        return Rule(found_on=f"discovery failed: {type(error).__name__}: {error}")
+
+
+def _direct(send: Callable[[object], None]) -> Attempt:
+    """Attempts in this process; each begins with a sign of life."""
+
+    def attempt(tag: str, work: Callable[[], T]) -> T | None:
+        send(None)
+        return work()
+
+    return attempt
+
+
+def _isolated(send: Callable[[object], None], timeout_s: float) -> Attempt:
+    """Attempts in a process each; None where it dies or takes too long."""
+    hung: list[str] = []
+
+    def attempt(tag: str, work: Callable[[], T]) -> T | None:
+        send(None)
+        if len(hung) >= MAX_HANGS:
+            return None
+        start = time.monotonic()
+        for result in _messages(lambda answer: answer((work(),)), timeout_s):
+            return result[0]  # type: ignore[index]
+        if time.monotonic() - start >= timeout_s:
+            hung.append(tag)
+        return None
+
+    return attempt
+
+
+def _messages(work: Callable[[Callable[[object], None]], None], timeout_s: float) -> Iterator[object]:
+    """Yields what `work(send)` sends from a forked process, until that ends or is silent for `timeout_s`."""
     read_end, write_end = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         os.close(read_end)
-        _child(calls, runner, skip, start, write_end)
+        _child(work, write_end)
     os.close(write_end)
-    current, tag = start, ""
     try:
-        for kind, payload in _messages(read_end, timeout_s):
-            if kind == "try":
-                current, tag = payload
-            elif kind == "rule":
-                index, rule = payload
-                rules[index] = rule
-                current, tag = index + 1, ""
-                progress(current, len(calls))
+        yield from _read(read_end, timeout_s)
     finally:
         os.close(read_end)
-        _end(pid)
-    if current < len(calls):
-        skip[current].add(tag)
-        if len(skip[current]) > MAX_CRASHES or tag == "":
-            rules[current] = Rule(found_on="crashed")
-            return current + 1
-    return current
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        os.waitpid(pid, 0)
 
 
-def _end(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    os.waitpid(pid, 0)
-
-
-def _messages(fd: int, timeout_s: float):
-    """Yields (kind, payload) until the child closes its end or says nothing for `timeout_s`."""
-    buffer = b""
+def _read(fd: int, timeout_s: float) -> Iterator[object]:
+    buffer = bytearray()
     deadline = time.monotonic() + timeout_s
     while True:
         ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             return
-        data = os.read(fd, 1 << 16)
+        data = os.read(fd, 1 << 20)
         if not data:
             return
         buffer += data
-        deadline = time.monotonic() + timeout_s
         while len(buffer) >= 4:
             (size,) = struct.unpack("<I", buffer[:4])
             if len(buffer) < 4 + size:
                 break
-            yield pickle.loads(buffer[4 : 4 + size])
-            buffer = buffer[4 + size :]
+            yield pickle.loads(bytes(buffer[4 : 4 + size]))
+            del buffer[: 4 + size]
+        deadline = time.monotonic() + timeout_s
 
 
-def _child(calls: Sequence[Call], runner: OpRunner, skip: list[set[str]], start: int, fd: int) -> None:
-    """Never returns. Silent: a crashing operator may print anything."""
+def _child(work: Callable[[Callable[[object], None]], None], fd: int) -> NoReturn:
+    """Silent: a crashing operator may print anything."""
     code = 1
     try:
+        faulthandler.disable()
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
-        runner.prepare_child()
 
         def send(message: object) -> None:
             data = pickle.dumps(message)
-            os.write(fd, struct.pack("<I", len(data)) + data)
+            view = memoryview(struct.pack("<I", len(data)) + data)
+            while view:
+                view = view[os.write(fd, view) :]
 
-        for index in range(start, len(calls)):
-
-            def announce(tag: str, index: int = index) -> bool:
-                if tag in skip[index]:
-                    return False
-                send(("try", (index, tag)))
-                return True
-
-            try:
-                rule = discover(calls[index], runner, announce)
-            except MemoryError:
-                rule = Rule(found_on="out of memory")
-            except Exception as error:
-                rule = Rule(found_on=f"discovery failed: {type(error).__name__}: {error}")
-            send(("rule", (index, rule)))
+        work(send)
         code = 0
     finally:
         os._exit(code)
