@@ -170,13 +170,17 @@ def _row_elements(x: torch.Tensor, source: Place, target: Place, rank: int) -> i
 
 
 def slice_piece(x: torch.Tensor, dim: int, outer: int, unit: int, start: int, stop: int) -> torch.Tensor:
-    """The piece [start, stop) of the factor at (outer, n, unit); a view where outer is 1."""
+    """The piece [start, stop) of the factor at (outer, n, unit), laid out contiguously.
+
+    Some kernels read what an operator before them has made without a look at its strides (layer norm's backward its
+    mean), and a view would keep the whole alive.
+    """
     if outer == 1:
-        return x.narrow(dim, start * unit, (stop - start) * unit)
+        return x.narrow(dim, start * unit, (stop - start) * unit).contiguous()
     n = x.shape[dim] // (outer * unit)
     split = x.reshape(*x.shape[:dim], outer, n, unit, *x.shape[dim + 1 :])
     piece = split.narrow(dim + 1, start, stop - start)
-    return piece.reshape(*x.shape[:dim], outer * (stop - start) * unit, *x.shape[dim + 1 :])
+    return piece.reshape(*x.shape[:dim], outer * (stop - start) * unit, *x.shape[dim + 1 :]).contiguous()
 
 
 def zero_unless(x: torch.Tensor, keep: bool) -> torch.Tensor:
@@ -223,7 +227,7 @@ def pad(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def drop_last(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Without the last row."""
-    return x.narrow(dim, 0, x.shape[dim] - 1)
+    return x.narrow(dim, 0, x.shape[dim] - 1).contiguous()
 
 
 def fill(shape: tuple[int, ...], dtype: torch.dtype, op: str, device: torch.device) -> torch.Tensor:
