@@ -12,10 +12,12 @@ from .errors import InputError
 from .ir.placement import Layout, parse_layout
 from .pipeline import Planned, Request, distribute, plan_program, silent
 from .plan.plan import Plan
-from .pytorch.capture import capture, capture_global
+from .pytorch.call import describe_example
+from .pytorch.capture import capture
 from .pytorch.measure import local_cluster
 from .pytorch.module import check_module
-from .pytorch.world import ensure_group, mesh_shapes, target_device
+from .pytorch.state import check_state
+from .pytorch.world import check_equal, ensure_group, mesh_shapes, target_device, together
 
 Constraints = Mapping[str, str]
 
@@ -144,20 +146,23 @@ def parallelize(
     args, kwargs = _example(example), dict(example_kwargs or {})
     device = target_device(module)
     world = ensure_group(device)
+    check_equal("the class of the module", type(module).__qualname__)
     described = _cluster(cluster)
     if described is not None and described.world_size != world:
         raise InputError(
             f"cluster {described.name} describes {described.world_size} devices but {world} ranks are running"
         )
-    shapes = mesh_shapes(mesh, world)
+    shapes = mesh_shapes(mesh, world, device)
+    call, rows = describe_example(module, args, kwargs, batch)
+    program = together("capturing the example", lambda: capture(module, *call.global_arguments(rows), device=device))
+    check_state(module)
     measured = described or local_cluster(device=device)
-    program, sharded = capture_global(module, args, kwargs, None, device, batch)
     request = Request(
         measured,
         shapes or measured.mesh_shapes(),
         memory_bytes(memory_limit),
         _constraints(constraints, len((shapes or ((1,),))[0])),
-        sharded,
+        call.sharded,
         progress,
     )
-    return distribute(module, args, kwargs, program, request, mesh, device, batch)
+    return distribute(module, call, rows, program, request, mesh, device, batch)
