@@ -9,8 +9,9 @@ from typing import Any
 
 from .cluster import Cluster
 from .errors import InputError
+from .ir.passes import recompute_views
 from .ir.placement import Layout, parse_layout
-from .pipeline import Planned, Request, distribute, plan_program, silent
+from .pipeline import Planned, Request, Ruled, distribute, find_rules, plan_program, silent
 from .plan.plan import Plan
 from .pytorch.call import describe_example
 from .pytorch.capture import capture
@@ -108,6 +109,14 @@ def plan_model(
         found, shapes, memory_bytes(memory_limit), _constraints(constraints, len(shapes[0])), progress=progress
     )
     return plan_program(program, request)
+
+
+def rules_of(
+    module: Any, example: Sequence[Any], *, example_kwargs: dict[str, Any] | None = None, progress: Any = silent
+) -> Ruled:
+    """The captured graph, operators that do not split decomposed where that helps, and the rule of every node."""
+    check_module(module)
+    return find_rules(recompute_views(capture(module, _example(example), example_kwargs).graph), progress)
 
 
 def _example(example: Any) -> tuple:

@@ -94,11 +94,11 @@ class Ruled:
     discovered: int
 
 
-def find_rules(graph: Graph, request: Request) -> Ruled:
+def find_rules(graph: Graph, progress: Progress = silent, use_disk: bool = True) -> Ruled:
     """Rules of all nodes, after operators that do not split were replaced by decompositions that do."""
-    book = RuleBook(TorchRunner(), use_disk=request.use_disk)
+    book = RuleBook(TorchRunner(), use_disk=use_disk)
     values = graph.values
-    descended, rules, regions = descend(graph, book, lambda done, total: request.progress("rules", done, total))
+    descended, rules, regions = descend(graph, book, lambda done, total: progress("rules", done, total))
     fused = dict(zip(regions, book.find(call_of(node, values)[0] for node in regions.values())))
     return Ruled(descended, rules, regions, fused, book.counts.discovered)
 
@@ -107,7 +107,7 @@ def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any
     """Rules and plan of a captured program, on the best of the mesh shapes. For one process, or for rank 0."""
     start = time.perf_counter()
     graph = recompute_views(program.graph)
-    found = find_rules(graph, request)
+    found = find_rules(graph, request.progress, request.use_disk)
     rules_s = time.perf_counter() - start
     settings = [
         Settings(
