@@ -13,6 +13,7 @@ from dataclasses import replace
 from ..ir.graph import Arg, Literal, Path, leaves
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
 from ..ir.text import format_arg
+from .rule import DimRef, Rule
 
 KEEP = 4
 """Sizes up to this are kept: kernel sizes, the 3 of a fused projection, broadcast ones."""
@@ -116,3 +117,28 @@ def _accepts(call: Call, runner: OpRunner) -> bool:
                 count *= size
             total += count
     return total <= MAX_PROXY_ELEMENTS
+
+
+def fit_blocks(rule: Rule, call: Call, runner: OpRunner) -> Rule:
+    """A proxy's rule with the (outer, unit) of its results in the sizes of the call: a unit of 7 may be a dim's size.
+
+    Of both at most one is not 1 in a rule that was found by execution, and the size of the dim gives it.
+    """
+    try:
+        results = runner.meta(call)
+    except OperatorError:
+        return rule
+    table = dict(leaves(call.args, call.kwargs))
+    factors = []
+    for factor in rule.factors:
+        sizes = [m.shape[r.dim] for m, r in zip(call.operands, factor.operands) if isinstance(r, DimRef)]
+        sizes += [v for p in factor.ints if isinstance(v := table[p], int)]
+        n = min(sizes, default=0)
+        roles = []
+        for role, meta in zip(factor.results, results):
+            if isinstance(role, DimRef) and meta is not None and n:
+                block = meta.shape[role.dim] // n
+                role = replace(role, outer=1 if role.outer == 1 else block, unit=1 if role.unit == 1 else block)
+            roles.append(role)
+        factors.append(replace(factor, results=tuple(roles)))
+    return replace(rule, factors=tuple(factors))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import combinations
 from math import gcd, prod
 
-from ..ir.graph import Path, leaves
+from ..ir.graph import Arg, Path, leaves
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta, ViewOf
 from .rule import DimRef, Factor, Rule
 
@@ -165,8 +165,21 @@ def _with_ints(
     for count in range(min(len(sizes), 6) + 1):
         for ints in combinations(sizes, count):
             if _local_fits(local, runner, ints, sizes, length, less, wanted, source, targets):
-                return [Factor(tuple(operands), targets, ints, empty=True)]
+                empty = _accepts_empty(call, runner, base, source, {p: 0 for p in ints})
+                return [Factor(tuple(operands), targets, ints, empty=empty)]
     return []
+
+
+def _accepts_empty(call: Call, runner: OpRunner, base: int, source: DimRef | None, ints: dict[Path, Arg]) -> bool:
+    """Whether the view of nothing has a shape: a size left to be inferred has none."""
+    shapes = [list(m.shape) for m in call.operands]
+    if source is not None:
+        shapes[base][source.dim] = 0
+    local = call.with_operands(tuple(TensorMeta(tuple(s), m.dtype) for s, m in zip(shapes, call.operands)))
+    try:
+        return runner.views(local.with_leaves(ints)) is not None
+    except OperatorError:
+        return False
 
 
 def _local_fits(
