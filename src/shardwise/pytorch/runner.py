@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import warnings
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -36,7 +39,8 @@ class TorchRunner:
 
     def run(self, call: Call, operands: list[np.ndarray]) -> list[np.ndarray | None]:
         tensors = [torch.from_numpy(np.array(a, order="C")).to(self.device) for a in operands]
-        results = self._call(call, tensors, self.device)
+        with _filled_memory():
+            results = self._call(call, tensors, self.device)
         arrays = [None if t is None else t.detach().resolve_conj().resolve_neg().cpu().numpy().copy() for t in results]
         _poison([*tensors, *results])
         return arrays
@@ -84,7 +88,20 @@ class TorchRunner:
         return decompose(call)
 
 
-def _poison(tensors: list[torch.Tensor | None]) -> None:
+@contextlib.contextmanager
+def _filled_memory() -> Iterator[None]:
+    """While active, memory that an operator leaves unwritten on purpose (an empty tensor) has a fixed content."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _poison(tensors: Sequence[torch.Tensor | None]) -> None:
     """Overwrites memory before it is given back. An operator that accepts operands of sizes that do not fit may leave
     its result unwritten or read past an operand: it would find the right numbers of the run before."""
     for tensor in tensors:

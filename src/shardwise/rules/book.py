@@ -27,7 +27,7 @@ from .rule import DimRef, Rule
 from .sandbox import discover_all
 from .views import view_rule
 
-FORMAT = 3
+FORMAT = 4
 """Version of the discovery and of the JSON form; rules of another version are not read."""
 
 
@@ -180,7 +180,7 @@ class RuleBook:
             return view
         proxy = self._proxy(call)
         if proxy is None:
-            return Rule(found_on="too large to execute")
+            return Rule(found_on="no small stand-in")
         rule = self.rules.get(format_call(proxy), Rule(found_on="unknown"))
         if not any(isinstance(r, DimRef) and r.outer * r.unit > 1 for f in rule.factors for r in f.results):
             return rule

@@ -29,13 +29,11 @@ def view_rule(call: Call, runner: OpRunner) -> Rule | None:
     if any(t is None for t in tables):
         return Rule(moves_data=True, found_on="view")
     found: list[Factor] = []
-    for source, target, length in tables[0] or []:
-        targets = [target]
-        for table in tables[1:]:
-            match = [t for s, t, n in table or [] if (s, n) == (source, length)]
-            targets += match[:1]
-        if len(targets) == len(views) and length > 1:
-            found += _with_ints(call, runner, base, source, tuple(targets), length)
+    for first in tables[0] or []:
+        common = _common([first, *(_match(first, table or []) for table in tables[1:])])
+        if common is not None:
+            source, targets, length = common
+            found += _with_ints(call, runner, base, source, targets, length)
     if len(views) == 1:
         for dim, (size, stride) in enumerate(zip(views[0].shape, views[0].stride)):
             if stride == 0 and size > 1:
@@ -43,6 +41,31 @@ def view_rule(call: Call, runner: OpRunner) -> Rule | None:
     floats = tuple(k for k, m in enumerate(call.operands) if k == base and m.dtype.startswith(("float", "bfloat")))
     linear = (floats,) if floats else ()
     return Rule(tuple(found), linear, moves_data=True, found_on="view")
+
+
+def _match(first: Atom, table: list[Atom]) -> Atom | None:
+    """The factor of another result that lies in the same dim at the same unit."""
+    source = first[0]
+    return next((a for a in table if a[0].dim == source.dim and a[0].unit == source.unit), None)
+
+
+def _common(atoms: list[Atom | None]) -> tuple[DimRef, tuple[DimRef, ...], int] | None:
+    """The largest factor that all results share: (place in the operand, places in the results, length).
+
+    Slices of different sizes have blocks of different lengths; their common divisor cuts each.
+    """
+    known = [a for a in atoms if a is not None]
+    length = gcd(*(n for _, _, n in known))
+    if len(known) < len(atoms) or length <= 1:
+        return None
+
+    def refined(ref: DimRef, n: int) -> DimRef:
+        return DimRef(ref.dim, ref.outer * (n // length), ref.unit)
+
+    sources = {refined(source, n) for source, _, n in known}
+    if len(sources) > 1:
+        return None
+    return sources.pop(), tuple(refined(target, n) for _, target, n in known), length
 
 
 def view_atoms(shape: tuple[int, ...], view: ViewOf) -> list[Atom] | None:
