@@ -10,14 +10,15 @@ from typing import Any
 from .cluster import Cluster
 from .errors import InputError
 from .ir.placement import Layout, parse_layout
-from .pipeline import Planned, Request, agree_on_plan, builder, localise, plan_program, silent
+from .pipeline import Planned, Request, distribute, plan_program, silent
 from .plan.plan import Plan
 from .pytorch.capture import capture, capture_global
-from .pytorch.measure import local_cluster
-from .pytorch.module import Runtime, check_module, install
-from .pytorch.world import ensure_group, make_mesh, mesh_shapes, target_device
+from .pytorch.known import known_cluster
+from .pytorch.module import check_module
+from .pytorch.world import ensure_group, mesh_shapes, target_device
 
 Constraints = Mapping[str, str]
+MEASURE = "measure"
 
 
 def memory_bytes(limit: int | str | None) -> int | None:
@@ -133,7 +134,7 @@ def parallelize(
 
     `example` is a tuple of positional arguments like those of later calls. `batch` says whether every rank gets the
     same batch ("global") or its own rows of it ("local"). `mesh` is a DeviceMesh, a shape or None for the planner's
-    choice; `cluster` describes the machine, by default it is measured. The parameters become DTensors under their own
+    choice; `cluster` describes the machine: by default it is measured once a week, with "measure" now. The parameters become DTensors under their own
     names. See DESIGN for `constraints` and `memory_limit`. Raises InputError, CaptureError, MismatchError, PlanError.
     """
     check_module(module)
@@ -144,13 +145,13 @@ def parallelize(
     args, kwargs = _example(example), dict(example_kwargs or {})
     device = target_device(module)
     world = ensure_group(device)
-    described = _cluster(cluster)
+    described = None if cluster == MEASURE else _cluster(cluster)
     if described is not None and described.world_size != world:
         raise InputError(
             f"cluster {described.name} describes {described.world_size} devices but {world} ranks are running"
         )
     shapes = mesh_shapes(mesh, world)
-    measured = described or local_cluster(device=device)
+    measured = described or known_cluster(device, refresh=cluster == MEASURE)
     program, sharded = capture_global(module, args, kwargs, None, device, batch)
     request = Request(
         measured,
@@ -160,11 +161,4 @@ def parallelize(
         sharded,
         progress,
     )
-    planned = agree_on_plan(program, request)
-    shape = planned.plan.mesh
-    device_mesh = mesh if hasattr(mesh, "get_group") else make_mesh(shape, device)
-    runtime = Runtime(type(module), device_mesh, shape, device, batch)
-    runtime.build = builder(request)
-    runtime.layouts = {p: x for k, p, x in planned.plan.inputs if k in ("parameter", "buffer")}
-    runtime.adopt(module, args, kwargs, localise(planned, measured, runtime))
-    return install(module, runtime)
+    return distribute(module, args, kwargs, program, request, mesh, device, batch)

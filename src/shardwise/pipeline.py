@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .cluster import Cluster
-from .ir.graph import Graph
+from .ir.graph import Graph, Node
 from .ir.passes import recompute_views
-from .ir.text import format_graph
+from .ir.runner import call_of
+from .ir.text import format_graph, parse_graph
 from .plan.plan import Plan, make_plan
-from .plan.planner import optimise
-from .plan.problem import Settings, build_problem
+from .plan.planner import Outcome, optimise
+from .plan.problem import Problem, Settings, build_problem
 from .plan.reshard import Resharding
+from .plan.store import load_plan, plan_key, save_plan
 from .pytorch.capture import Program, capture, capture_global
 from .pytorch.flops import count_flops
-from .pytorch.module import Runtime
+from .pytorch.module import Runtime, install
 from .pytorch.program import LocalProgram, make_local
 from .pytorch.runner import TorchRunner
-from .pytorch.world import broadcast_text, check_equal, rank
+from .pytorch.world import broadcast_text, check_equal, make_mesh, rank
 from .rules.book import RuleBook
+from .rules.descend import descend
 from .rules.rule import Rule
+from .spmd.bucket import bucket_gradients, late_views
+from .spmd.fuse import fuse_regions
 from .spmd.lower import lower
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total); stages are "rules" and "plan"."""
 
 
-def silent(done: int, total: int) -> None:
+def silent(stage: str, done: int, total: int) -> None:
     """No progress shown."""
 
 
@@ -44,6 +51,23 @@ class Request:
     constraints: tuple[tuple[str, Any], ...] = ()
     sharded_inputs: tuple[str, ...] = ()
     progress: Progress = silent
+    choose: Callable[[Problem], Outcome] = optimise
+    """What finds the plan."""
+    use_disk: bool = True
+    """Read and write the caches of rules and plans."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where rules and plan came from, and how long they took on the rank that made them."""
+
+    operators: int
+    """Nodes of the graph."""
+    discovered: int
+    """Rules found by running operators; all others were known or derived from strides."""
+    plan_cached: bool
+    rules_s: float
+    plan_s: float
 
 
 @dataclass(frozen=True)
@@ -54,26 +78,68 @@ class Planned:
     graph: Graph
     rules: tuple[Rule, ...]
     plan: Plan
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A graph with decompositions where they help, its rules, and what the decompositions stand for."""
+
+    graph: Graph
+    rules: tuple[Rule, ...]
+    regions: dict[str, Node]
+    fused_rules: dict[str, Rule]
+    discovered: int
+
+
+def find_rules(graph: Graph, request: Request) -> Ruled:
+    """Rules of all nodes, after operators that do not split were replaced by decompositions that do."""
+    book = RuleBook(TorchRunner(), use_disk=request.use_disk)
+    values = graph.values
+    descended, rules, regions = descend(graph, book, lambda done, total: request.progress("rules", done, total))
+    fused = dict(zip(regions, book.find(call_of(node, values)[0] for node in regions.values())))
+    return Ruled(descended, rules, regions, fused, book.counts.discovered)
 
 
 def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
     """Rules and plan of a captured program, on the best of the mesh shapes. For one process, or for rank 0."""
+    start = time.perf_counter()
     graph = recompute_views(program.graph)
-    book = RuleBook(TorchRunner())
-    rules = book.of_graph(graph, request.progress)
-    flops = count_flops(graph)
-    plans = []
-    for shape in request.shapes:
-        settings = Settings(
+    found = find_rules(graph, request)
+    rules_s = time.perf_counter() - start
+    settings = [
+        Settings(
             shape,
             request.memory_limit_bytes,
             sharded_inputs=request.sharded_inputs,
             fixed=(*request.constraints, *fixed),
         )
-        problem = build_problem(graph, rules, request.cluster, settings, flops)
-        plans.append(make_plan(problem, optimise(problem), request.cluster.name, flops))
-    best = min(plans, key=lambda p: (p.seconds, len(p.mesh)))
-    return Planned(program, graph, rules, best)
+        for shape in request.shapes
+    ]
+    use_disk = request.use_disk and request.choose is optimise
+    key = plan_key(found.graph, found.rules, request.cluster, settings)
+    plan = load_plan(key) if use_disk else None
+    cached = plan is not None
+    if plan is None:
+        plan = _best_plan(found.graph, found.rules, request, settings)
+        if use_disk:
+            save_plan(key, plan)
+    plan_s = time.perf_counter() - start - rules_s
+    origin = Origin(len(graph.nodes), found.discovered, cached, rules_s, plan_s)
+    fused = fuse_regions(found.graph, found.rules, plan, found.regions, found.fused_rules)
+    return Planned(program, *fused, origin)
+
+
+def _best_plan(graph: Graph, rules: tuple[Rule, ...], request: Request, settings: list[Settings]) -> Plan:
+    """The fastest plan over the mesh shapes; of equals, the one with fewer axes."""
+    flops = count_flops(graph)
+    plans = []
+    for done, one in enumerate(settings):
+        request.progress("plan", done, len(settings))
+        problem = build_problem(graph, rules, request.cluster, one, flops)
+        plans.append(make_plan(problem, request.choose(problem), request.cluster.name, flops))
+    request.progress("plan", len(settings), len(settings))
+    return min(plans, key=lambda p: (p.seconds, len(p.mesh)))
 
 
 def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
@@ -83,7 +149,14 @@ def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, An
     if rank() == 0:
         try:
             found = plan_program(program, request, fixed)
-            text = json.dumps([found.plan.to_json(), [r.to_dict() for r in found.rules]])
+            text = json.dumps(
+                [
+                    found.plan.to_json(),
+                    [r.to_dict() for r in found.rules],
+                    format_graph(found.graph),
+                    asdict(found.origin),
+                ]
+            )
         except Exception as caught:  # the others must not wait for a plan that never comes
             error = caught
             text = json.dumps([f"{type(caught).__name__}: {caught}"])
@@ -96,15 +169,31 @@ def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, An
 
         raise PlanError(f"rank 0 could not plan: {data[0]}")
     rules = tuple(Rule.from_dict(r) for r in data[1])
-    planned = Planned(program, recompute_views(program.graph), rules, Plan.from_json(data[0]))
+    planned = Planned(program, parse_graph(data[2]), rules, Plan.from_json(data[0]), Origin(**data[3]))
     check_equal("the plan", planned.plan.fingerprint)
     return planned
+
+
+def distribute(
+    module: Any, args: tuple, kwargs: dict, program: Program, request: Request, mesh: Any, device: Any, batch: str
+) -> Any:
+    """Plans the first program of a module and installs it, with what builds the others. `mesh` may be a DeviceMesh."""
+    planned = agree_on_plan(program, request)
+    shape = planned.plan.mesh
+    device_mesh = mesh if hasattr(mesh, "get_group") else make_mesh(shape, device)
+    runtime = Runtime(type(module), device_mesh, shape, device, batch)
+    runtime.origin = planned.origin
+    runtime.build = builder(request)
+    runtime.layouts = {p: x for k, p, x in planned.plan.inputs if k in ("parameter", "buffer")}
+    runtime.adopt(module, args, kwargs, localise(planned, request.cluster, runtime))
+    return install(module, runtime)
 
 
 def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgram:
     """The program of this rank."""
     resharding = Resharding(planned.plan.mesh, cluster.axes(planned.plan.mesh))
     local = lower(planned.graph, planned.rules, planned.plan, resharding, runtime.coords)
+    local = bucket_gradients(late_views(local))
     return make_local(planned.program, planned.plan, local, runtime.groups, runtime.device)
 
 

@@ -53,18 +53,21 @@ class Strategy:
     """Part of the node's work that the busiest device does."""
 
 
+def replicate_option(operands: int, results: tuple[Value | None, ...]) -> Option:
+    """Every device does the whole work."""
+    return Option("replicate", 0, (1, 1), (R,) * operands, tuple(None if v is None else R for v in results), 0)
+
+
 def axis_options(node: Node, graph: Graph, rule: Rule, cuts: DimCuts) -> tuple[Option, ...]:
     """The options of a node on one axis."""
     names = call_of(node, graph.values)[1]
     operands = [graph.values[n] for n in names]
-    found = [
-        Option("replicate", 0, (1, 1), (R,) * len(names), tuple(None if v is None else R for v in node.results), 0)
-    ]
+    found = [replicate_option(len(names), node.results)]
     for k, factor in enumerate(rule.factors):
         if factor.even or any(r == "avg" for r in factor.results):
             continue
         for inside in sorted(_insides(node, operands, factor, cuts)):
-            option = _factor_option(k, factor, inside, operands, node.results)
+            option = factor_option(k, factor, inside, operands, node.results)
             if option is not None:
                 found.append(option)
     for k, group in enumerate(rule.linear):
@@ -100,9 +103,10 @@ def _place(ref: object, inside: tuple[int, int]) -> Placement:
     return Partial(ref) if isinstance(ref, str) else R
 
 
-def _factor_option(
+def factor_option(
     k: int, factor: Factor, inside: tuple[int, int], operands: list[Value], results: tuple[Value | None, ...]
 ) -> Option | None:
+    """The option of splitting along a factor at (outer, unit) inside it; None where the dims do not divide."""
     parts = 0
     for value, ref in [*zip(operands, factor.operands), *zip(results, factor.results)]:
         if value is not None and isinstance(ref, DimRef):

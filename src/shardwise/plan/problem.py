@@ -44,7 +44,8 @@ class Settings:
     sharded_inputs: tuple[str, ...] = ()
     """Paths of inputs that arrive cut in rows over all axes (each rank brings its own)."""
     fixed: tuple[tuple[str, Layout], ...] = ()
-    """(path of an input or output, layout) wishes; a gradient follows its parameter."""
+    """(path, layout) wishes: the name of a parameter, "input K" or "output K"; a gradient follows its parameter. An
+    input is given whole and cut on every rank by itself."""
     forbidden: tuple[tuple[str, Layout], ...] = ()
 
 
@@ -86,6 +87,8 @@ class Problem:
     parameters: frozenset[str] = frozenset()
     free: frozenset[str] = frozenset()
     """Views: no bytes in their own layout."""
+    flops: dict[str, float] = field(default_factory=dict)
+    """Node -> floating-point operations of the whole."""
 
     def value(self, name: str) -> Value:
         """The value of this name."""
@@ -138,6 +141,7 @@ def build_problem(
     owner = storage_of(graph)
     problem.free = frozenset(n for n in graph.values if owner[n] != n)
     problem.span = _spans(problem, owner)
+    problem.flops = flops or {}
     return problem
 
 
@@ -237,7 +241,8 @@ class _Builder:
         found = []
         for item in self.graph.inputs:
             value = item.value
-            layouts = self._wishes(item.path, self._input_layouts(item.kind, item.path, value))
+            path = f"input {item.path}" if item.kind == "input" else item.path
+            layouts = self._wishes(path, self._input_layouts(item.kind, item.path, value))
             found.append(_source(value.name, layouts))
         return found
 
@@ -247,6 +252,8 @@ class _Builder:
             return self.stored_layouts(value)
         if kind == "input" and path in self.settings.sharded_inputs:
             return [(Shard(0),) * len(self.mesh)]
+        if kind == "input" and f"input {path}" in self.fixed:
+            return self.stored_layouts(value)
         return [whole]
 
     def stored_layouts(self, value: Value) -> list[Layout]:

@@ -103,6 +103,18 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: str, in_place: boo
     return Pending(work, lambda: wire.to(dtype))
 
 
+def all_reduce_many(tensors: list[torch.Tensor], group: dist.ProcessGroup, op: str) -> list[Pending]:
+    """Several all-reduces through one buffer; every result is a view of it."""
+    dtype = tensors[0].dtype
+    flat = torch.cat([_on_wire(x).reshape(-1) for x in tensors])
+    work = dist.all_reduce(flat, REDUCE_OPS[op], group=group, async_op=True) if flat.numel() else None
+    parts = flat.split([x.numel() for x in tensors])
+    shapes = [x.shape for x in tensors]
+    return [
+        Pending(work, lambda part=part, shape=shape: part.view(shape).to(dtype)) for part, shape in zip(parts, shapes)
+    ]
+
+
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, op: str, place: Place) -> Pending:
     """Everybody's summand combined, one piece each."""
     dim, outer, unit, lens = place

@@ -122,8 +122,14 @@ class _Writer:
         """Starts a collective on the process group of its axis."""
         assert node.results[0] is not None
         x, axis, *rest = node.args
-        assert isinstance(x, Ref) and isinstance(axis, int)
+        assert isinstance(axis, int)
         group = self.constant(self.groups[axis])
+        if node.op == "comm.all_reduce_many":
+            names = [v.name for v in node.results if v is not None]
+            self.pending.update(names)
+            function = self.constant(collectives.all_reduce_many)
+            return f"({', '.join(names)},) = {function}({self.arg(x)}, {group}, {rest[0]!r})"
+        assert isinstance(x, Ref)
         name = node.results[0].name
         kind = node.op.removeprefix("comm.")
         function = self.constant(getattr(collectives, kind))

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import flop_registry
 from ..ir.graph import Arg, Graph, Ref
 from .operators import find_op
 
-
 _COUNTED_AS = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": (

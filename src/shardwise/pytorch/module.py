@@ -24,7 +24,7 @@ from ..plan.plan import Plan
 from .capture import flatten_inputs
 from .keys import program_key
 from .program import LocalProgram
-from .state import local_tensor, place_state, store
+from .state import place_state, store
 
 log = logging.getLogger("shardwise")
 MANY_PROGRAMS = 20
@@ -53,6 +53,8 @@ class Runtime:
         self.layouts: dict[str, Layout] = {}
         """Placements of parameters and buffers, fixed by the first program."""
         self.first: LocalProgram | None = None
+        self.origin: Any = None
+        """Where the rules and the plan of the first program came from (`pipeline.Origin`)."""
 
     @property
     def coords(self) -> tuple[int, ...]:
@@ -125,7 +127,7 @@ def run(module: ParallelModule, args: tuple, kwargs: dict[str, Any]) -> Any:
     program = runtime.program(module, args, kwargs, training, key)
 
     def state(path: str) -> torch.Tensor:
-        return local_tensor(find(module, path))
+        return find(module, path)
 
     out, changes = program.run(state, tensors, seed)
     with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..ir.graph import Graph
@@ -34,8 +35,8 @@ class LocalProgram:
         return self.program.graph
 
     def run(self, state: Callable[[str], torch.Tensor], leaves: list[torch.Tensor], seed: torch.Tensor) -> Any:
-        """One call. `state` gives the local tensor of a parameter or buffer by its path; `leaves` are the local
-        input tensors in order. Returns (outputs in the user's structure, new values of buffers by path)."""
+        """One call. `state` gives a parameter or buffer, plain or DTensor, by its path; `leaves` are the local input
+        tensors in order. Returns (outputs in the user's structure, new values of buffers by path)."""
         tensors: list[torch.Tensor] = []
         for item in self.phases.forward.inputs:
             if item.kind in ("parameter", "buffer"):
@@ -61,6 +62,10 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: LocalProgram, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         forward = program.phases.forward
+        ctx.stored = [
+            (t.device_mesh, t.placements, t.shape, t.stride()) if isinstance(t, DTensor) else None for t in tensors
+        ]
+        tensors = tuple(t.to_local() if isinstance(t, DTensor) else t for t in tensors)
         results = program.forward.call(list(tensors))
         count = len(forward.outputs_of("output", "mutation"))
         outputs = results[:count]
@@ -105,10 +110,19 @@ class _Step(torch.autograd.Function):
         found = program.backward.call(inputs)
         by_path = {o.path: t for o, t in zip(graph.outputs, found)}
         result = []
-        for item in forward.inputs:
+        for item, stored in zip(forward.inputs, ctx.stored):
             key = f"input {item.path}" if item.kind == "input" else item.path
-            result.append(by_path.get(key) if item.kind in ("parameter", "input") else None)
+            gradient = by_path.get(key) if item.kind in ("parameter", "input") else None
+            result.append(_like(gradient, stored))
         return (None, *result)
+
+
+def _like(gradient: torch.Tensor | None, stored: Any) -> torch.Tensor | None:
+    """A local gradient as what its parameter is: `stored` says how a DTensor lies, None that it is plain."""
+    if gradient is None or stored is None:
+        return gradient
+    mesh, placements, shape, stride = stored
+    return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def make_local(
