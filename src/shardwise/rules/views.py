@@ -25,9 +25,10 @@ def view_rule(call: Call, runner: OpRunner) -> Rule | None:
         return None
     base = views[0].operand
     shape = call.operands[base].shape
+    linear = ((base,),) if call.operands[base].dtype.startswith(("float", "bfloat", "complex")) else ()
     tables = [view_atoms(shape, v) for v in views]
     if any(t is None for t in tables):
-        return Rule(moves_data=True, found_on="view")
+        return Rule((), linear, moves_data=True, found_on="view")
     found: list[Factor] = []
     for first in tables[0] or []:
         common = _common([first, *(_match(first, table or []) for table in tables[1:])])
@@ -38,8 +39,6 @@ def view_rule(call: Call, runner: OpRunner) -> Rule | None:
         for dim, (size, stride) in enumerate(zip(views[0].shape, views[0].stride)):
             if stride == 0 and size > 1:
                 found += _with_ints(call, runner, base, None, (DimRef(dim),), size)
-    floats = tuple(k for k, m in enumerate(call.operands) if k == base and m.dtype.startswith(("float", "bfloat")))
-    linear = (floats,) if floats else ()
     return Rule(tuple(found), linear, moves_data=True, found_on="view")
 
 
