@@ -13,10 +13,12 @@ from .ir.passes import recompute_views
 from .ir.placement import Layout, parse_layout
 from .pipeline import Planned, Request, Ruled, distribute, find_rules, plan_program, silent
 from .plan.plan import Plan
-from .pytorch.capture import capture, capture_global
+from .pytorch.call import describe_example
+from .pytorch.capture import capture
 from .pytorch.known import known_cluster
 from .pytorch.module import check_module
-from .pytorch.world import ensure_group, mesh_shapes, target_device
+from .pytorch.state import check_state
+from .pytorch.world import check_equal, ensure_group, mesh_shapes, target_device, together
 
 Constraints = Mapping[str, str]
 MEASURE = "measure"
@@ -143,9 +145,9 @@ def parallelize(
 
     `example` is a tuple of positional arguments like those of later calls. `batch` says whether every rank gets the
     same batch ("global") or its own rows of it ("local"). `mesh` is a DeviceMesh, a shape or None for the planner's
-    choice. `cluster` describes the machine: by default it is measured once a week, with "measure" now. The parameters
-    become DTensors under their own names. See `plan` for `constraints` and `memory_limit`. Raises InputError,
-    CaptureError, MismatchError, PlanError.
+    choice. `cluster` describes the machine: by default it is measured, once a week; "measure" does it now. The
+    parameters become DTensors under their own names. See `plan` for `constraints` and `memory_limit`. Raises
+    InputError, CaptureError, MismatchError, PlanError.
     """
     check_module(module)
     if batch not in ("global", "local"):
@@ -155,20 +157,23 @@ def parallelize(
     args, kwargs = _example(example), dict(example_kwargs or {})
     device = target_device(module)
     world = ensure_group(device)
+    check_equal("the class of the module", type(module).__qualname__)
     described = None if cluster == MEASURE else _cluster(cluster)
     if described is not None and described.world_size != world:
         raise InputError(
             f"cluster {described.name} describes {described.world_size} devices but {world} ranks are running"
         )
-    shapes = mesh_shapes(mesh, world)
+    shapes = mesh_shapes(mesh, world, device)
+    call, rows = describe_example(module, args, kwargs, batch)
+    program = together("capturing the example", lambda: capture(module, *call.global_arguments(rows), device=device))
+    check_state(module)
     measured = described or known_cluster(device, refresh=cluster == MEASURE)
-    program, sharded = capture_global(module, args, kwargs, None, device, batch)
     request = Request(
         measured,
         shapes or measured.mesh_shapes(),
         memory_bytes(memory_limit),
         _constraints(constraints, len((shapes or ((1,),))[0])),
-        sharded,
+        call.sharded,
         progress,
     )
-    return distribute(module, args, kwargs, program, request, mesh, device, batch)
+    return distribute(module, call, rows, program, request, mesh, device, batch)
