@@ -27,7 +27,9 @@ def cache(tmp_path, monkeypatch):
 
 def graph(op="aten.neg.default", source=""):
     x, y = Value("x", (4,), "float32"), Value("y", (4,), "float32")
-    return Graph((Input(x, "input", "0"),), (Node((y,), op, (Ref("x"),), source=source),), (Output("y", "output", "0"),))
+    return Graph(
+        (Input(x, "input", "0"),), (Node((y,), op, (Ref("x"),), source=source),), (Output("y", "output", "0"),)
+    )
 
 
 def parse(text):
