@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from .cluster import Cluster
@@ -14,7 +16,7 @@ from .ir.placement import Layout, parse_layout
 from .pipeline import Planned, Request, Ruled, distribute, find_rules, plan_program, silent
 from .plan.plan import Plan
 from .pytorch.call import describe_example
-from .pytorch.capture import capture
+from .pytorch.capture import Program, capture
 from .pytorch.known import known_cluster
 from .pytorch.module import check_module
 from .pytorch.state import check_state
@@ -40,17 +42,36 @@ def memory_bytes(limit: int | str | None) -> int | None:
         raise InputError(f"memory_limit: expected bytes or a size such as '40GiB', got {limit!r}") from None
 
 
-def _constraints(constraints: Constraints | None, axes: int) -> tuple[tuple[str, Layout], ...]:
-    found = []
-    for path, text in (constraints or {}).items():
+@dataclass(frozen=True)
+class Wishes:
+    """Placements that the user fixes or forbids, by path."""
+
+    fixed: tuple[tuple[str, Layout], ...] = ()
+    forbidden: tuple[tuple[str, Layout], ...] = ()
+
+
+def _wishes(constraints: Constraints | None, shapes: tuple[tuple[int, ...], ...] | None, program: Program) -> Wishes:
+    """Reads `constraints`. Raises InputError naming the path for what is no layout, or for a path that is unknown."""
+    if not constraints:
+        return Wishes()
+    if shapes is None or len(shapes) != 1:
+        raise InputError("constraints: name the mesh too, for example mesh=(2, 4): a layout has a placement per axis")
+    graph = program.graph
+    known = [i.path for i in graph.inputs_of("parameter", "buffer")]
+    known += [f"input {i.path}" for i in graph.inputs_of("input")] + [f"output {o.path}" for o in graph.outputs]
+    fixed, forbidden = [], []
+    for path, text in constraints.items():
+        if path not in known:
+            close = ", ".join(get_close_matches(str(path), known, 3)) or "input 0, output 0 or a parameter's name"
+            raise InputError(f"constraints: the model has no {path!r}; try {close}")
         try:
-            layout = parse_layout(text)
+            layout = parse_layout(str(text).removeprefix("!"))
         except ValueError as error:
             raise InputError(f"constraints[{path!r}]: {error}") from None
-        if len(layout) != axes:
-            raise InputError(f"constraints[{path!r}]: {text} has {len(layout)} axes but the mesh has {axes}")
-        found.append((path, layout))
-    return tuple(found)
+        if len(layout) != len(shapes[0]):
+            raise InputError(f"constraints[{path!r}]: {text} has {len(layout)} axes but the mesh has {len(shapes[0])}")
+        (forbidden if str(text).startswith("!") else fixed).append((path, layout))
+    return Wishes(tuple(fixed), tuple(forbidden))
 
 
 def _cluster(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
@@ -73,8 +94,8 @@ def plan(
     """Plans a model for a described cluster, without devices, ranks or parameters (they may be on the meta device).
 
     `mesh` is a shape such as (2, 4), or None for the planner's choice. `memory_limit` is per device, in bytes or as
-    "40GiB". `constraints` maps the path of a parameter or input to a layout such as "S0" or "[S0, R]". Raises
-    InputError, CaptureError, MemoryLimitError.
+    "40GiB". `constraints` maps the path of a parameter, "input K" or "output K" to a layout that it must have, such as
+    "S0" or "[S0, R]", or must not have: "!R". Raises InputError, ConstraintError, CaptureError, MemoryLimitError.
     """
     return plan_model(
         module,
@@ -105,9 +126,8 @@ def plan_model(
     assert found is not None
     shapes = mesh_shapes(mesh, found.world_size) or found.mesh_shapes()
     program = capture(module, _example(example), example_kwargs)
-    request = Request(
-        found, shapes, memory_bytes(memory_limit), _constraints(constraints, len(shapes[0])), progress=progress
-    )
+    wishes = _wishes(constraints, mesh_shapes(mesh, found.world_size), program)
+    request = Request(found, shapes, memory_bytes(memory_limit), wishes.fixed, wishes.forbidden, progress=progress)
     return plan_program(program, request)
 
 
@@ -168,11 +188,13 @@ def parallelize(
     program = together("capturing the example", lambda: capture(module, *call.global_arguments(rows), device=device))
     check_state(module)
     measured = described or known_cluster(device, refresh=cluster == MEASURE)
+    wishes = _wishes(constraints, shapes, program)
     request = Request(
         measured,
         shapes or measured.mesh_shapes(),
         memory_bytes(memory_limit),
-        _constraints(constraints, len((shapes or ((1,),))[0])),
+        wishes.fixed,
+        wishes.forbidden,
         call.sharded,
         progress,
     )

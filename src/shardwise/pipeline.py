@@ -51,6 +51,9 @@ class Request:
     """Mesh shapes to choose from."""
     memory_limit_bytes: int | None = None
     constraints: tuple[tuple[str, Any], ...] = ()
+    """(path, layout) that must be."""
+    forbidden: tuple[tuple[str, Any], ...] = ()
+    """(path, layout) that must not be."""
     sharded_inputs: tuple[str, ...] = ()
     progress: Progress = silent
     choose: Callable[[Problem], Outcome] = optimise
@@ -115,6 +118,7 @@ def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any
             request.memory_limit_bytes,
             sharded_inputs=request.sharded_inputs,
             fixed=(*request.constraints, *fixed),
+            forbidden=request.forbidden,
         )
         for shape in request.shapes
     ]
