@@ -1,4 +1,4 @@
-"""The book of rules: on disk it survives damage, full disks, kills and company; the shipped one is what discovery finds."""
+"""The book of rules: on disk it survives damage, full disks, kills and company; what ships is what is found anew."""
 
 from __future__ import annotations
 

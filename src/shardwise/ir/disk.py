@@ -81,7 +81,7 @@ def guarded(path: Path, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Only one process at a time works on a file, whose folder is made. Raises OSError."""
+    """Only one process at a time works on a file. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -89,7 +89,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def replace(path: Path, text: str) -> None:
-    """The whole text or nothing, whoever reads or dies meanwhile; makes the folder. Raises OSError."""
+    """The whole text or nothing, whoever reads or dies meanwhile. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
