@@ -200,7 +200,8 @@ def _trace(
             return joint.graph_module
     except Exception as error:
         raise CaptureError(
-            f"{type(module).__name__} cannot be captured: {type(error).__name__}: {_first_line(error)}{_user_line(error)}"
+            f"{type(module).__name__} cannot be captured: {type(error).__name__}: {_first_line(error)}"
+            f"{_user_line(error)}"
         ) from error
 
 
