@@ -8,6 +8,8 @@
     ├── PlanError                       no plan exists
     │   └── MemoryLimitError            the memory limit cannot be met; carries the least that would do
     ├── MismatchError                   ranks do not agree on model, batch or plan
+    ├── LostRankError(RuntimeError)     another rank has ended, or did not answer within the group's timeout
+    ├── RunError                        processes that we started ended early
     ├── UnsupportedError                a use that the parallelized module refuses, with the reason
     └── CacheError                      a cache entry is damaged (callers rebuild; users see a warning only)
 
@@ -15,6 +17,8 @@ Invariants of our own code are `assert`, never one of these.
 """
 
 from __future__ import annotations
+
+import re
 
 
 class ShardwiseError(Exception):
@@ -56,9 +60,29 @@ class MismatchError(ShardwiseError):
     """The ranks do not agree on model, batch or plan."""
 
 
+class LostRankError(ShardwiseError, RuntimeError):
+    """Another rank has ended, or did not answer within the process group's timeout."""
+
+
+class RunError(ShardwiseError):
+    """Processes that Shardwise started ended early; the message has their last words."""
+
+
 class UnsupportedError(ShardwiseError):
     """A use that the parallelized module refuses; the message says why and what to do instead."""
 
 
 class CacheError(ShardwiseError):
     """A cache entry is damaged. Callers rebuild it."""
+
+
+def same_error(kind: str, message: str) -> ShardwiseError:
+    """What rank 0 raised while it planned for all, for the other ranks."""
+    if kind == "MemoryLimitError":
+        found = re.search(r"least that would do is ([\d.]+) (GiB|MiB)", message)
+        unit = {"GiB": 1 << 30, "MiB": 1 << 20}
+        return MemoryLimitError(message, int(float(found[1]) * unit[found[2]]) if found else 0)
+    for known in (InputError, ConstraintError, PlanError, UnsupportedError):
+        if known.__name__ == kind:
+            return known(message)
+    return PlanError(f"rank 0 could not plan: {kind}: {message}")

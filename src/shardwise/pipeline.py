@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .cluster import Cluster
+from .errors import same_error
 from .ir.graph import Graph, Node
 from .ir.passes import recompute_views
 from .ir.runner import call_of
@@ -19,12 +20,13 @@ from .plan.planner import Outcome, optimise
 from .plan.problem import Problem, Settings, build_problem
 from .plan.reshard import Resharding
 from .plan.store import load_plan, plan_key, save_plan
-from .pytorch.capture import Program, capture, capture_global
+from .pytorch.call import Call
+from .pytorch.capture import Program, capture
 from .pytorch.flops import count_flops
-from .pytorch.module import Runtime, install
+from .pytorch.module import Build, Runtime, install
 from .pytorch.program import LocalProgram, make_local
 from .pytorch.runner import TorchRunner
-from .pytorch.world import broadcast_text, check_equal, make_mesh, rank
+from .pytorch.world import broadcast_object, check_equal, make_mesh, rank, together
 from .rules.book import RuleBook
 from .rules.descend import descend
 from .rules.rule import Rule
@@ -50,6 +52,9 @@ class Request:
     """Mesh shapes to choose from."""
     memory_limit_bytes: int | None = None
     constraints: tuple[tuple[str, Any], ...] = ()
+    """(path, layout) that must be."""
+    forbidden: tuple[tuple[str, Any], ...] = ()
+    """(path, layout) that must not be."""
     sharded_inputs: tuple[str, ...] = ()
     progress: Progress = silent
     choose: Callable[[Problem], Outcome] = optimise
@@ -93,11 +98,11 @@ class Ruled:
     discovered: int
 
 
-def find_rules(graph: Graph, request: Request) -> Ruled:
+def find_rules(graph: Graph, progress: Progress = silent, use_disk: bool = True) -> Ruled:
     """Rules of all nodes, after operators that do not split were replaced by decompositions that do."""
-    book = RuleBook(TorchRunner(), use_disk=request.use_disk)
+    book = RuleBook(TorchRunner(), use_disk=use_disk)
     values = graph.values
-    descended, rules, regions = descend(graph, book, lambda done, total: request.progress("rules", done, total))
+    descended, rules, regions = descend(graph, book, lambda done, total: progress("rules", done, total))
     fused = dict(zip(regions, book.find(call_of(node, values)[0] for node in regions.values())))
     return Ruled(descended, rules, regions, fused, book.counts.discovered)
 
@@ -106,7 +111,7 @@ def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any
     """Rules and plan of a captured program, on the best of the mesh shapes. For one process, or for rank 0."""
     start = time.perf_counter()
     graph = recompute_views(program.graph)
-    found = find_rules(graph, request)
+    found = find_rules(graph, request.progress, request.use_disk)
     rules_s = time.perf_counter() - start
     settings = [
         Settings(
@@ -114,6 +119,7 @@ def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any
             request.memory_limit_bytes,
             sharded_inputs=request.sharded_inputs,
             fixed=(*request.constraints, *fixed),
+            forbidden=request.forbidden,
         )
         for shape in request.shapes
     ]
@@ -146,7 +152,8 @@ def _best_plan(graph: Graph, rules: tuple[Rule, ...], request: Request, settings
 def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
     """Rank 0 finds rules and plan, the others receive them. Raises MismatchError where the graphs differ."""
     check_equal("the captured model", hashlib.sha256(format_graph(program.graph).encode()).hexdigest())
-    text, error = None, None
+    text: str = ""
+    error: Exception | None = None
     if rank() == 0:
         try:
             found = plan_program(program, request, fixed)
@@ -160,15 +167,13 @@ def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, An
             )
         except Exception as caught:  # the others must not wait for a plan that never comes
             error = caught
-            text = json.dumps([f"{type(caught).__name__}: {caught}"])
-    text = broadcast_text(text)
+            text = json.dumps([type(caught).__name__, str(caught)])
+    text = broadcast_object(text)
     data = json.loads(text)
     if error is not None:
         raise error
-    if len(data) == 1:
-        from .errors import PlanError
-
-        raise PlanError(f"rank 0 could not plan: {data[0]}")
+    if len(data) == 2:
+        raise same_error(*data)
     rules = tuple(Rule.from_dict(r) for r in data[1])
     planned = Planned(program, parse_graph(data[2]), rules, Plan.from_json(data[0]), Origin(**data[3]))
     check_equal("the plan", planned.plan.fingerprint)
@@ -176,18 +181,18 @@ def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, An
 
 
 def distribute(
-    module: Any, args: tuple, kwargs: dict, program: Program, request: Request, mesh: Any, device: Any, batch: str
+    module: Any, call: Call, rows: int, program: Program, request: Request, mesh: Any, device: Any, batch: str
 ) -> Any:
     """Plans the first program of a module and installs it, with what builds the others. `mesh` may be a DeviceMesh."""
     planned = agree_on_plan(program, request)
     shape = planned.plan.mesh
-    device_mesh = mesh if hasattr(mesh, "get_group") else make_mesh(shape, device)
-    runtime = Runtime(type(module), device_mesh, shape, device, batch)
+    mesh = mesh if hasattr(mesh, "get_group") else make_mesh(shape, device)
+    runtime = Runtime(type(module), mesh, shape, device, batch)
     runtime.origin = planned.origin
     runtime.build = builder(request)
     runtime.layouts = {p: x for k, p, x in planned.plan.inputs if k in ("parameter", "buffer")}
-    runtime.adopt(module, args, kwargs, localise(planned, request.cluster, runtime))
-    return install(module, runtime)
+    local = together("making its local program", lambda: localise(planned, request.cluster, runtime))
+    return install(module, runtime, call, rows, local)
 
 
 def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgram:
@@ -201,15 +206,21 @@ def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgr
     return make_local(planned.program, planned.plan, lowered, runtime.coords, runtime.groups, runtime.device)
 
 
-def builder(request: Request) -> Callable[[Runtime, Any, tuple, dict, bool], LocalProgram]:
+def builder(request: Request) -> Build:
     """What a parallelized module calls when it needs a program that it does not have yet."""
 
-    def build(runtime: Runtime, module: Any, args: tuple, kwargs: dict, training: bool) -> LocalProgram:
-        program, sharded = capture_global(module, args, kwargs, training, runtime.device, runtime.batch)
+    def build(
+        runtime: Runtime, module: Any, args: tuple, kwargs: dict, training: bool, sharded: tuple[str, ...]
+    ) -> LocalProgram:
+        program = together(
+            f"capturing {runtime.original.__name__}",
+            lambda: capture(module, args, kwargs, training=training, device=runtime.device),
+        )
         known = {i.path for i in program.graph.inputs_of("parameter", "buffer")}
         fixed = tuple((p, x) for p, x in runtime.layouts.items() if p in known)
         here = replace(request, shapes=(runtime.shape,), sharded_inputs=sharded)
-        return localise(agree_on_plan(program, here, fixed), request.cluster, runtime)
+        planned = agree_on_plan(program, here, fixed)
+        return together("making its local program", lambda: localise(planned, request.cluster, runtime))
 
     return build
 

@@ -22,7 +22,6 @@ from ..ir.graph import Graph
 from .compat import FakeTensorMode, aot_export_joint_with_descriptors
 from .from_fx import graph_from_fx
 from .random import RandomState, random_decompositions
-from .world import gather_objects
 
 
 @dataclass
@@ -70,7 +69,7 @@ class _Flat(nn.Module):
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         with self.random.bind(seed):
-            out, self.out_spec = pytree.tree_flatten(self.module(*args, **kwargs))
+            out, self.out_spec = pytree.tree_flatten(self.module.forward(*args, **kwargs))
         self.out_leaves = tuple(TENSOR if isinstance(o, torch.Tensor) else o for o in out)
         return tuple(o for o in out if isinstance(o, torch.Tensor))
 
@@ -157,34 +156,6 @@ def capture(
     return Program(graph, spec, positions, flat.out_spec, flat.out_leaves, constants, training)
 
 
-def capture_global(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], training: bool | None, device: torch.device, batch: str
-) -> tuple[Program, tuple[str, ...]]:
-    """Captures at the size of the global batch; also gives the paths of the inputs that arrive cut in rows.
-
-    In batch mode "local" every tensor whose first dim is as long as that of the first tensor is a batch: its rows of
-    all ranks are put together.
-    """
-    if batch == "global":
-        return capture(module, args, kwargs, training=training, device=device), ()
-    leaves, spec, positions = flatten_inputs(args, kwargs)
-    batched = batch_leaves(leaves, positions)
-    rows = sum(gather_objects(leaves[batched[0]].shape[0] if batched else 0))
-    for k in batched:
-        leaves[k] = (
-            leaves[k].new_empty((rows, *leaves[k].shape[1:]), device="meta").requires_grad_(leaves[k].requires_grad)
-        )
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
-    program = capture(module, args, kwargs, training=training, device=device)
-    return program, tuple(str(positions.index(k)) for k in batched)
-
-
-def batch_leaves(leaves: list[Any], positions: tuple[int, ...]) -> tuple[int, ...]:
-    """Positions of the tensors that hold a batch: those as long in dim 0 as the first tensor that has a dim."""
-    shaped = [k for k in positions if leaves[k].ndim > 0]
-    return tuple(k for k in shaped if leaves[k].shape[0] == leaves[shaped[0]].shape[0])
-
-
 def _trace(
     module: nn.Module, flat: _Flat, tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode, training: bool
 ) -> torch.fx.GraphModule:
@@ -199,10 +170,8 @@ def _trace(
             )
             return joint.graph_module
     except Exception as error:
-        raise CaptureError(
-            f"{type(module).__name__} cannot be captured: {type(error).__name__}: {_first_line(error)}"
-            f"{_user_line(error)}"
-        ) from error
+        what = f"{type(error).__name__}: {_first_line(error)}{_user_line(error)}"
+        raise CaptureError(f"{type(module).__name__} cannot be captured: {what}") from error
 
 
 def _first_line(error: BaseException) -> str:

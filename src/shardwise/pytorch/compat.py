@@ -29,6 +29,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor, mb_unwrap_func
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# A dictionary whose keys are objects by identity, held weakly: tensors compare by element, so WeakKeyDictionary fails.
+from torch.utils.weak import WeakIdKeyDictionary
+
 __all__ = [
     "BufferAOTInput",
     "FakeTensor",
@@ -41,6 +44,7 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "WeakIdKeyDictionary",
     "aot_export_joint_with_descriptors",
     "arguments_of",
     "current_tracer",

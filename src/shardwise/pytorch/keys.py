@@ -1,67 +1,160 @@
 """The key of a program: everything that a trace bakes in.
 
 A joint trace has no guards, so two calls may share a program only where all of this is equal: the structure of the
-arguments, non-tensor leaves, shapes, dtypes and requires_grad of tensors, grad mode, autocast, and of every submodule
-its training flag and plain attributes.
+arguments, non-tensor leaves, shapes, dtypes and requires_grad of tensors, grad mode, autocast, the flags of torch that
+change what is traced, and of every submodule its class, training flag, hooks and attributes.
+
+Attributes that are plain values are compared by value, on all ranks. Others (tensors, functions, objects of unknown
+classes) are compared by identity, on this rank alone, and tensors by their version as well.
 """
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from .capture import flatten_inputs
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
+_OWN = frozenset(nn.Module().__dict__) | {"_shardwise"}
+"""What every module has by itself; of these the training flag and the hooks count."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DEPTH = 3
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_SKIPPED = {"_parameters", "_buffers", "_modules", "_shardwise", "training"}
+
+@dataclass(frozen=True)
+class Key:
+    """One part of a program's key."""
+
+    shared: tuple[Any, ...]
+    """Equal on all ranks where their modules are."""
+    local: tuple[int, ...]
+    """Identities and versions on this rank."""
+    alive: tuple[Any, ...]
+    """The objects behind the identities; whoever keeps the key keeps them, so that no identity is given out again."""
+
+    @property
+    def lookup(self) -> tuple[Any, ...]:
+        """What two calls must have in common on one rank."""
+        return self.shared, self.local
 
 
-def program_key(module: nn.Module, args: tuple, kwargs: dict[str, Any], training: bool) -> str:
-    """A text that is equal on all ranks exactly where the programs are."""
-    leaves, spec, _ = flatten_inputs(args, kwargs)
-    parts: list[str] = [str(spec), str(training), _autocast()]
+class _Walk:
+    """Turns values into text, and collects the identities of those that have none."""
+
+    def __init__(self) -> None:
+        self.alive: list[Any] = []
+        self.local: list[int] = []
+        self.seen: dict[int, int] = {}
+
+    def identity(self, value: Any, text: str) -> str:
+        self.alive.append(value)
+        self.local.append(id(value))
+        return text
+
+    def text(self, value: Any, depth: int = _DEPTH) -> str:
+        """The part of a value that is equal on all ranks."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return repr(value)
+        if isinstance(value, torch.Tensor):
+            self.local.append(-1 if value.is_inference() else value._version)
+            return self.identity(value, f"{tuple(value.shape)} {value.dtype} {value.requires_grad}")
+        if isinstance(value, list | tuple) and depth:
+            return f"{kind.__name__}[{','.join([self.text(v, depth - 1) for v in value])}]"
+        if isinstance(value, dict) and depth:
+            inside = [f"{self.text(k, 1)}:{self.text(v, depth - 1)}" for k, v in value.items()]
+            return f"{kind.__name__}{{{','.join(inside)}}}"
+        if isinstance(value, set | frozenset) and depth:
+            return f"{kind.__name__}{{{','.join(sorted(self.text(v, depth - 1) for v in value))}}}"
+        if isinstance(value, nn.Module | ModuleType) or isinstance(value, _FUNCTIONS):
+            return self.identity(value, getattr(value, "__qualname__", kind.__qualname__))
+        return self.object(value, depth)
+
+    def object(self, value: Any, depth: int) -> str:
+        """An object of the user's own class, such as a config: its attributes, once per walk."""
+        name = type(value).__qualname__
+        before = self.seen.get(id(value))
+        if before is not None:
+            return f"#{before}"
+        self.seen[id(value)] = len(self.seen)
+        fields = getattr(value, "__dict__", None)
+        if not depth or not isinstance(fields, dict) or not fields:
+            return self.identity(value, name)
+        self.alive.append(value)
+        return name + "(" + ",".join([f"{k}={self.text(v, depth - 1)}" for k, v in fields.items()]) + ")"
+
+
+def module_key(module: nn.Module) -> Key:
+    """Classes, training flags, hooks, attributes, and requires_grad and dtypes of the parameters of all submodules."""
+    walk = _Walk()
+    parts: list[Any] = [_flags()]
+    text = walk.text
+    stack: list[tuple[str, nn.Module]] = [("", module)]
+    done: set[int] = set()
+    while stack:
+        name, sub = stack.pop()
+        if id(sub) in done:
+            parts.append((name, "again"))
+            continue
+        done.add(id(sub))
+        fields = sub.__dict__
+        parts += (name, type(sub).__qualname__, fields["training"])
+        parts += [(k, text(v)) for k, v in fields.items() if k not in _OWN]
+        for key, tensor in fields["_parameters"].items():
+            parts.append(key if tensor is None else (key, tensor.requires_grad, tensor.dtype))
+        for key, tensor in fields["_buffers"].items():
+            parts.append(key if tensor is None else (key, tensor.dtype))
+        if sub is not module:  # the module's own hooks run around the program, not in it
+            for key in _HOOKS:
+                if fields[key]:
+                    parts += [text(hook) for hook in fields[key].values()]
+        stack += [(f"{name}.{key}", child) for key, child in fields["_modules"].items() if child is not None]
+    return Key(tuple(parts), tuple(walk.local), tuple(walk.alive))
+
+
+def arguments_key(leaves: list[Any], spec: Any, training: bool, shapes: list[tuple[int, ...]]) -> Key:
+    """What a call contributes. `shapes` are the global ones of the tensors."""
+    walk = _Walk()
+    parts: list[Any] = [spec, training]
+    shape = iter(shapes)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            parts.append(f"{tuple(leaf.shape)} {leaf.dtype} {leaf.requires_grad}")
+            parts.append((tuple(next(shape)), leaf.dtype, leaf.requires_grad))
+        elif type(leaf).__module__ == "numpy":
+            parts.append(f"{getattr(leaf, 'shape', '')} {getattr(leaf, 'dtype', '')} {_digest(leaf)}")
         else:
-            parts.append(repr(leaf))
-    parts.append(module_key(module))
-    return hashlib.sha256("|".join(parts).encode()).hexdigest()
+            parts.append(walk.text(leaf))
+    return Key(tuple(parts), tuple(walk.local), tuple(walk.alive))
 
 
-def module_key(module: nn.Module) -> str:
-    """Training flags, requires_grad and plain attributes of all submodules."""
-    parts: list[str] = []
-    for name, sub in module.named_modules():
-        parts.append(f"{name}:{sub.training}")
-        for key, value in sub.__dict__.items():
-            if key in _SKIPPED:
-                continue
-            text = _plain(value)
-            if text is not None:
-                parts.append(f"{key}={text}")
-        for key, parameter in sub._parameters.items():
-            parts.append(f"{key}:{None if parameter is None else parameter.requires_grad}")
-    return ";".join(parts)
+def _digest(array: Any) -> str:
+    """numpy prints only the ends of a long array."""
+    return hashlib.sha256(array.tobytes()).hexdigest()
 
 
-def _plain(value: Any, depth: int = 3) -> str | None:
-    """Text of a plain value or of a container of plain values; None for what a key cannot hold."""
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if depth and isinstance(value, list | tuple):
-        return "[" + ",".join(_plain(v, depth - 1) or "?" for v in value) + "]"
-    if depth and isinstance(value, dict):
-        return "{" + ",".join(f"{k!r}:{_plain(v, depth - 1) or '?'}" for k, v in value.items()) + "}"
-    return None
+def mark(key: Any) -> int:
+    """62 bits that are equal on two ranks where the keys are."""
+    return int(hashlib.sha256(repr(key).encode()).hexdigest()[:15], 16)
 
 
-def _autocast() -> str:
-    found = []
+def _flags() -> tuple[Any, ...]:
+    """What of torch's global state a trace depends on."""
+    cuda = torch.backends.cuda
+    flags: tuple[Any, ...] = (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
     for kind in ("cpu", "cuda"):
         if torch.is_autocast_enabled(kind):
-            found.append(f"{kind}:{torch.get_autocast_dtype(kind)}")
-    return ",".join(found)
+            flags += (kind, torch.get_autocast_dtype(kind))
+    return flags

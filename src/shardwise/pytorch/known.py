@@ -13,7 +13,7 @@ import torch
 from ..cluster import Cluster, read_machine
 from ..ir import disk
 from .measure import local_cluster
-from .world import broadcast_text, gather_objects, rank
+from .world import broadcast_object, gather_objects, rank
 
 FORMAT = 1
 LARGEST_AGE_S = 7 * 86400.0
@@ -29,7 +29,7 @@ def known_cluster(device: torch.device, refresh: bool = False) -> Cluster:
     found = None
     if rank() == 0 and not refresh:
         found = disk.read(path, _WHAT, lambda text: _parse(text, key))
-    text = broadcast_text(json.dumps(None if found is None else found.to_dict()))
+    text = broadcast_object(json.dumps(None if found is None else found.to_dict()))
     if (data := json.loads(text)) is not None:
         return Cluster.from_dict(data)
     measured = local_cluster(device=device)

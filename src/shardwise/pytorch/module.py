@@ -7,6 +7,8 @@ class. Programs are captured when first needed, one per key (see `keys.py`), thr
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import warnings
 from collections.abc import Callable
@@ -16,20 +18,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from ..errors import InputError, MismatchError
-from ..ir.placement import Layout
+from ..errors import InputError, UnsupportedError
+from ..ir.placement import Layout, R
 from ..plan.plan import Plan
-from .capture import flatten_inputs
-from .keys import program_key
+from .agreement import Council, Statement, checksum
+from .call import Call, describe
+from .keys import Key, mark, module_key
+from .materialise import materialise
+from .optimizers import retire
 from .program import LocalProgram
-from .state import place_state, store
+from .state import add_hooks, as_dtensor, place_state, placements, plain_copy
+from .world import control_group, lost_ranks, world_size
 
 log = logging.getLogger("shardwise")
 MANY_PROGRAMS = 20
 
-Build = Callable[["Runtime", nn.Module, tuple, dict, bool], LocalProgram]
+Build = Callable[["Runtime", nn.Module, tuple, dict, bool, tuple[str, ...]], LocalProgram]
 
 
 class Runtime:
@@ -50,11 +56,26 @@ class Runtime:
         self.batch = batch
         self.build: Build | None = None
         self.programs: dict[Any, LocalProgram] = {}
+        """(epoch of every rank, arguments) -> program: the same keys, in the same order, on all ranks."""
         self.layouts: dict[str, Layout] = {}
-        """Placements of parameters and buffers, fixed by the first program."""
+        """Layouts of parameters and buffers, fixed by the first program; whole where there is none."""
+        self.expected: dict[str, tuple[Placement, ...]] = {}
+        """The same as DTensor's placements."""
+        self.whole: tuple[Placement, ...] = (Replicate(),) * len(shape)
         self.first: LocalProgram | None = None
         self.origin: Any = None
         """Where the rules and the plan of the first program came from (`pipeline.Origin`)."""
+        self.council = Council(None if mesh is None else control_group(), original.__name__)
+        self.epochs: dict[Any, int] = {}
+        """State of the module on this rank -> its number, in order of appearance."""
+        self.epochs_seen = 0
+        self.alive: list[Any] = []
+        self.marks: dict[Any, int] = {}
+        """Part of a key -> its mark; hashing the same text in every step would cost most of the overhead."""
+        self.tables: dict[int, dict[str, tuple[dict[str, Any], str]]] = {}
+        """Epoch -> path of a parameter or buffer -> (the table that holds it, its name there)."""
+        self.inherited: dict[Any, int] = {}
+        """Of a deep copy: what all ranks share of a state -> its epoch in the original."""
 
     @property
     def coords(self) -> tuple[int, ...]:
@@ -72,29 +93,86 @@ class Runtime:
             return (None,) * len(self.shape)
         return tuple(self.mesh.get_group(axis) for axis in range(len(self.shape)))
 
-    def adopt(self, module: nn.Module, args: tuple, kwargs: dict, program: LocalProgram) -> None:
+    def mark(self, shared: tuple[Any, ...]) -> int:
+        """The mark of a part of a key."""
+        found = self.marks.get(shared)
+        if found is None:
+            found = self.marks[shared] = mark(shared)
+        return found
+
+    def epoch(self, module: nn.Module, key: Key, arguments: Key) -> int:
+        """The number of this state of the module, and of the arguments that are known by identity alone."""
+        lookup = (key.lookup, arguments.local)
+        found = self.epochs.get(lookup)
+        if found is None:
+            found = self.inherited.pop(key.shared, None)
+            if found is None:
+                found = self.epochs_seen
+                self.epochs_seen += 1
+            self.epochs[lookup] = found
+            self.alive.append((key.alive, arguments.alive))
+            self.tables[found] = _tables(module)
+        return found
+
+    def adopt(self, module: nn.Module, call: Call, rows: int, program: LocalProgram) -> None:
         """Takes the program of the example as the first one."""
         self.first = program
-        self.programs[program_key(module, args, kwargs, program.program.training)] = program
+        arguments = call.key(rows)
+        epoch = self.epoch(module, module_key(module), arguments)
+        self.programs[((epoch,) * world_size(), arguments.shared)] = program
 
-    def program(self, module: nn.Module, args: tuple, kwargs: dict, training: bool, key: Any) -> LocalProgram:
+    def find(self, program_key: Any, module: nn.Module, call: Call, rows: int) -> LocalProgram:
         """The program for this call, captured and planned where it is new."""
-        found = self.programs.get(key)
+        found = self.programs.get(program_key)
         if found is None:
             assert self.build is not None
-            if self.first is not None:
-                log.info("capturing program %d of %s", len(self.programs) + 1, self.original.__name__)
-            found = self.programs[key] = self.build(self, module, args, kwargs, training)
-            if self.first is None:
-                self.first = found
-            if len(self.programs) == MANY_PROGRAMS:
+            number = len(self.programs) + 1
+            shapes = ", ".join(str(list(s)) for s in call.shapes(rows)) or "no tensors"
+            log.info("%s: capturing and planning program %d, for inputs %s", self.original.__name__, number, shapes)
+            args, kwargs = call.global_arguments(rows)
+            found = self.build(self, module, args, kwargs, call.training, call.sharded)
+            self.programs[program_key] = found
+            if number == MANY_PROGRAMS:
                 warnings.warn(
                     f"{self.original.__name__} has been captured {MANY_PROGRAMS} times, for as many shapes, modes or "
                     "attribute values; every one costs seconds. Pad batches to few shapes, or keep changing numbers "
                     "in tensors",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
         return found
+
+    def local(self, epoch: int, path: str) -> torch.Tensor:
+        """The parameter or buffer at a path. Raises InputError where it is not what parallelize put there."""
+        table, name = self.tables[epoch][path]
+        tensor = table[name]
+        if self.mesh is None:
+            return tensor
+        expected = self.expected.get(path, self.whole)
+        if isinstance(tensor, DTensor) and tensor.placements == expected:
+            return tensor
+        have = tensor.placements if isinstance(tensor, DTensor) else "a plain tensor"
+        raise InputError(
+            f"{path} was replaced after parallelize: it is {have} where {expected} is needed. Change values in place "
+            "(load_state_dict takes whole tensors), or change the model before parallelize"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """The same programs on the same ranks, for a copy of the module with state of its own."""
+        found = copy.copy(self)
+        found.council = copy.copy(self.council)
+        found.programs = dict(self.programs)
+        found.epochs, found.alive, found.tables = {}, [], {}
+        found.inherited = {lookup[0][0]: number for lookup, number in self.epochs.items()}
+        return found
+
+
+def _tables(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    found: dict[str, tuple[dict[str, Any], str]] = {}
+    for prefix, sub in module.named_modules(remove_duplicate=False):
+        for table in (sub._parameters, sub._buffers):
+            for name in table:
+                found[f"{prefix}.{name}" if prefix else name] = (table, name)  # type: ignore[assignment]
+    return found
 
 
 class ParallelModule(nn.Module):
@@ -102,85 +180,158 @@ class ParallelModule(nn.Module):
 
     _shardwise: Runtime
 
-    @property
-    def plan(self) -> Plan:
-        """The plan of the first program."""
-        first = self._shardwise.first
-        assert first is not None
-        return first.plan
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """`to`, `half`, `cuda` and others come here: another dtype is another program, another device is refused."""
+        device = self._shardwise.device
+        moved = fn(torch.empty(0, device=device)).device
+        if moved != device:
+            raise UnsupportedError(
+                f"a parallelized module cannot be moved from {device} to {moved}: its plan, process groups and pieces "
+                "belong to the device. Move the model first, then parallelize it"
+            )
+        return super()._apply(fn, recurse)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the planned program."""
-        return run(self, args, kwargs)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A parallel module of its own, on the same ranks. Nothing is communicated."""
+        found = object.__new__(type(self))
+        memo[id(self)] = found
+        found.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, for `torch.save(model)`, it is the plain module with whole tensors. Every rank must save."""
+        return plain_copy(self, self._shardwise.original).__reduce_ex__(protocol)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # DistributedDataParallel asks for this first; an error here is the one place where it can be told.
+        raise UnsupportedError(
+            "a parallelized module needs no DistributedDataParallel: it is data parallel already where that is best. "
+            "Call it directly"
+        )
 
 
 def run(module: ParallelModule, args: tuple, kwargs: dict[str, Any]) -> Any:
     """One call of a parallelized module."""
     runtime = module._shardwise
-    leaves, _, positions = flatten_inputs(args, kwargs)
-    tensors = [leaves[k] for k in positions]
-    training = torch.is_grad_enabled() and (
-        any(p.requires_grad for p in module.parameters()) or any(t.requires_grad for t in tensors)
-    )
-    key = program_key(module, args, kwargs, training)
-    seed = agree(runtime, key)
-    program = runtime.program(module, args, kwargs, training, key)
-
-    def state(path: str) -> torch.Tensor:
-        return find(module, path)
-
-    out, changes = program.run(state, tensors, seed)
+    try:
+        call = describe(module, args, kwargs, runtime.batch, runtime.device)
+        statement = _statement(runtime, module, call)
+    except Exception:
+        runtime.council.fail()  # the others are about to wait for this rank
+        raise
+    agreed = runtime.council.agree(statement)
+    rows = sum(agreed.rows)
+    call.batched = agreed.batched
+    program = runtime.find((agreed.epochs, call.key(rows).shared), module, call, rows)
+    call.even_out(agreed.rows, runtime.mesh)
+    seed = torch.full((), agreed.seed, dtype=torch.int64, device=runtime.device)
+    state = functools.partial(runtime.local, statement.epoch)
+    with lost_ranks(f"{runtime.original.__name__} ran forward"):
+        out, changes = program.run(state, call.tensors, seed)
     with torch.no_grad():
         for path, value in changes.items():
             if path.startswith("input "):
-                tensors[int(path.removeprefix("input "))].copy_(value)
+                call.given[int(path.removeprefix("input "))].copy_(value)
             else:
-                store(find(module, path), value)
+                stored = state(path)
+                (stored.to_local() if isinstance(stored, DTensor) else stored).copy_(value)
     return out
 
 
-def find(module: nn.Module, path: str) -> torch.Tensor:
-    """A parameter or buffer by its path."""
-    owner, _, name = path.rpartition(".")
-    found = getattr(module.get_submodule(owner), name)
-    assert isinstance(found, torch.Tensor)
-    return found
-
-
-def agree(runtime: Runtime, key: Any) -> torch.Tensor:
-    """Checks that all ranks are about to run the same program; returns the seed of this step, rank 0's for all."""
+def _statement(runtime: Runtime, module: nn.Module, call: Call) -> Statement:
+    """What this rank tells the others."""
     seed = int(torch.randint(-(1 << 62), 1 << 62, (), dtype=torch.int64))
-    if runtime.mesh is None or dist.get_world_size() == 1:
-        return torch.tensor(seed, device=runtime.device)
-    mark = int(key[:15], 16)
-    rank = dist.get_rank()
-    own = seed if rank == 0 else -(1 << 62)
-    message = torch.tensor([mark, -mark, own], dtype=torch.int64, device=runtime.device)
-    dist.all_reduce(message, dist.ReduceOp.MAX)
-    high, low, seed = message.tolist()
-    if high != -low:
-        raise MismatchError(
-            f"the ranks call {runtime.original.__name__} differently (shapes, dtypes, modes, attributes or other "
-            f"arguments); rank {rank} has {key!r}. Give every rank the same model and, with batch='global', the same "
-            "batch"
-        )
-    return torch.tensor(seed, device=runtime.device)
+    calls = runtime.council.calls
+    runtime.council.calls += 1
+    key, arguments = module_key(module), call.own_key()
+    epoch = runtime.epoch(module, key, arguments)
+    if runtime.council.group is None:
+        return Statement(calls, 0, epoch, 0, 0, call.rows, call.batched, seed)
+    # Reading values back from an accelerator would make it wait, so there they are compared now and then.
+    look = runtime.device.type == "cpu" or calls % 100 == 0
+    return Statement(
+        calls,
+        runtime.mark(key.shared),
+        epoch,
+        runtime.mark(arguments.shared),
+        checksum(call.others()) if look else 0,
+        call.rows,
+        call.batched,
+        seed,
+    )
 
 
-def install(module: nn.Module, runtime: Runtime) -> nn.Module:
+def install(module: nn.Module, runtime: Runtime, call: Call, rows: int, program: LocalProgram) -> nn.Module:
     """Makes the module parallel in place: DTensor parameters, the planned forward, the same class name."""
-    place_state(module, runtime.mesh, runtime.layouts)
-    original = type(module)
-    module.__class__ = type(original.__name__, (ParallelModule, original), {"__module__": original.__module__})
+    mesh = runtime.mesh
+    whole: Layout = (R,) * len(runtime.shape)
+
+    def place(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if mesh is None else as_dtensor(tensor, mesh, runtime.layouts.get(path, whole))
+
+    materialise(module, runtime.device, place)
+    retire(place_state(module, mesh, runtime.layouts))
+    add_hooks(module)
+    runtime.expected = {path: placements(layout) for path, layout in runtime.layouts.items()}
+    module.__class__ = _parallel_class(module)
     module.__dict__["_shardwise"] = runtime
+    runtime.adopt(module, call, rows, program)
     return module
+
+
+def _parallel_class(module: nn.Module) -> type[nn.Module]:
+    """A subclass with the names of the user's class; a `plan` of the user's own stays what it is."""
+    original = type(module)
+
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return run(self, args, kwargs)
+
+    members: dict[str, Any] = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "forward": functools.update_wrapper(forward, original.forward),  # so that its signature stays visible
+    }
+    if not hasattr(module, "plan"):
+        members["plan"] = property(plan_of)
+    return type(original.__name__, (ParallelModule, original), members)
+
+
+def plan_of(module: nn.Module) -> Plan:
+    """The plan of a parallelized module's first program: `model.plan`, unless the user's class has one of its own."""
+    runtime = module.__dict__.get("_shardwise")
+    if runtime is None:
+        raise InputError(f"{type(module).__name__} is not parallelized: call shardwise.parallelize first")
+    return runtime.first.plan
 
 
 def check_module(module: Any) -> None:
     """Raises InputError for what cannot be parallelized."""
     if isinstance(module, ParallelModule):
-        raise InputError(f"{type(module).__name__} is parallelized already")
+        raise InputError(f"{type(module).__name__} is parallelized already; use it as it is")
     if not isinstance(module, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(module).__name__}; wrap the function in a module")
-    if any(isinstance(p, DTensor) for p in module.parameters()):
-        raise InputError("the module has DTensor parameters already; parallelize takes the plain module")
+    name = type(module).__name__
+    if name in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
+        raise InputError(f"{name} is a wrapper of its own kind of parallelism; hand over the module inside, .module")
+    if name == "OptimizedModule":
+        raise InputError("a compiled module cannot be captured; hand over the module before torch.compile, ._orig_mod")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(f"{name} is a TorchScript module; hand over the Python module that it was made from")
+    if "forward" in module.__dict__:
+        raise InputError(f"this {name} has a forward of its own instance, which would hide the planned one; remove it")
+    for path, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise InputError(f"{path} is a DTensor already; parallelize takes the plain module")
+        if nn.parameter.is_lazy(parameter):
+            raise InputError(f"{path} has no shape yet; call the lazy module once before parallelize")
+    for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise InputError(f"{path} has hooks, which its DTensor would not; register them after parallelize")
+    for path, sub in module.named_modules():
+        if path and (sub._backward_hooks or sub._backward_pre_hooks):
+            raise InputError(
+                f"{path} has a backward hook, which a captured program cannot call; remove it, or put it on the whole "
+                "module"
+            )

@@ -1,23 +1,52 @@
-"""Ranks, devices and meshes: what `parallelize` finds when it is called."""
+"""Ranks, devices and meshes: what `parallelize` finds when it is called, and how the ranks agree on one thing."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import Any
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..errors import InputError, MismatchError
+from ..errors import InputError, LostRankError, MismatchError, ShardwiseError
+
+T = TypeVar("T")
+
+
+def has_group() -> bool:
+    """Whether a process group is there."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size() -> int:
+    """The number of ranks; 1 without a process group."""
+    return dist.get_world_size() if has_group() else 1
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if has_group() else 0
 
 
 def target_device(module: nn.Module) -> torch.device:
-    """Where the module runs: where its parameters are; for a meta module the accelerator, if there is one."""
-    for tensor in [*module.parameters(), *module.buffers()]:
+    """Where the module runs: where its parameters are; for a meta module the accelerator, if there is one.
+
+    Raises InputError where its tensors lie on several devices.
+    """
+    found: dict[torch.device, str] = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.device.type != "meta":
-            return tensor.device
+            found.setdefault(tensor.device, name)
+    if len(found) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in found.items())
+        raise InputError(f"the module lies on several devices ({places}); move it to this rank's device first")
+    if found:
+        return next(iter(found))
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
@@ -30,58 +59,68 @@ def ensure_group(device: torch.device) -> int:
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return 1
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        # Both, so that what ranks tell each other on CPUs never waits for the GPU's stream.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return dist.get_world_size()
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """A group that carries CPU tensors, for what the ranks tell each other. A collective call."""
+    if not has_group() or dist.get_world_size() == 1:
+        return None
+    if "gloo" in str(dist.get_backend_config()):
+        return dist.group.WORLD
+    return dist.new_group(backend="gloo")
 
 
 def make_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh | None:
     """A mesh over the whole world; None without a process group."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    return init_device_mesh(device.type, shape)
+    return init_device_mesh(device.type, shape) if has_group() else None
 
 
-def mesh_shapes(mesh: Any, world: int) -> tuple[tuple[int, ...], ...] | None:
+def mesh_shapes(mesh: Any, world: int, device: torch.device | None = None) -> tuple[tuple[int, ...], ...] | None:
     """The shape that the user asks for; None where the planner may choose. Raises InputError where it cannot be."""
     if mesh is None:
         return None
     if isinstance(mesh, DeviceMesh):
-        return (tuple(mesh.shape),)
-    try:
-        shape = (int(mesh),) if isinstance(mesh, int) else tuple(int(n) for n in mesh)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"mesh: expected a DeviceMesh, a shape such as (2, 2) or None, got {mesh!r}") from error
-    size = 1
-    for n in shape:
-        size *= n
+        shape = tuple(mesh.shape)
+        if device is not None and mesh.device_type != device.type:
+            raise InputError(f"mesh is of {mesh.device_type} devices but the module runs on {device}; make one of both")
+    else:
+        try:
+            shape = (int(mesh),) if isinstance(mesh, int) else tuple(int(n) for n in mesh)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"mesh: expected a DeviceMesh, a shape such as (2, 2) or None, got {mesh!r}") from error
+    size = prod(shape)
     if size != world or not shape or min(shape) < 1:
         raise InputError(f"mesh {shape} has {size} devices but {world} ranks are running; the product must be {world}")
     return (shape,)
 
 
-def broadcast_text(text: str | None) -> str:
-    """Rank 0's text on every rank."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        assert text is not None
-        return text
-    box = [text]
+def broadcast_object(item: Any) -> Any:
+    """Rank 0's item on every rank."""
+    if world_size() == 1:
+        return item
+    box = [item]
     dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
     return box[0]
-
-
-def rank() -> int:
-    """This process's rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def gather_objects(item: Any) -> list[Any]:
     """Everybody's item, by rank."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return [item]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, item)
     return found
+
+
+def close_group() -> None:
+    """Ends the process group, if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def check_equal(what: str, mark: str) -> None:
@@ -93,3 +132,44 @@ def check_equal(what: str, mark: str) -> None:
             f"{what} differs between ranks: rank {', '.join(map(str, odd))} from rank 0. Build the same model from the "
             "same seed on every rank and give the same example"
         )
+
+
+def together(what: str, work: Callable[[], T]) -> T:
+    """Does work on every rank; where it fails on one, every rank raises, so that none waits for ever.
+
+    A rank that failed raises its own error, the others MismatchError with the text of the first.
+    """
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:  # told to the others, then raised
+        error = caught
+    texts = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for k, text in enumerate(texts):
+        if text is not None:
+            raise MismatchError(f"rank {k} failed while {what}: {text}")
+    return result
+
+
+_LOST = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "socket", "gloo", "nccl")
+
+
+@contextlib.contextmanager
+def lost_ranks(what: str) -> Iterator[None]:
+    """Turns the backends' errors about other ranks into LostRankError."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except RuntimeError as error:
+        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if not isinstance(error, dist.DistError) and not any(word in text.lower() for word in _LOST):
+            raise
+        raise LostRankError(
+            f"rank {rank()} lost contact to another rank while {what} ({text[:300]}). Its process has ended, it waits "
+            "somewhere else, or the network failed; look at the first error of the other ranks. Parameters keep the "
+            "values of the last step: start again from the last checkpoint"
+        ) from error

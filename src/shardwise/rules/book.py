@@ -17,12 +17,12 @@ from pathlib import Path
 from ..ir import disk
 from ..ir.graph import Graph
 from ..ir.runner import Call, OperatorError, OpRunner, call_of
-from .proxy import format_call, proxy_of
-from .rule import Rule
+from .proxy import fit_blocks, format_call, proxy_of
+from .rule import DimRef, Rule
 from .sandbox import discover_all
 from .views import view_rule
 
-FORMAT = 3
+FORMAT = 5
 """Version of the discovery and of the JSON form; rules of another version are not read."""
 
 
@@ -61,6 +61,7 @@ class RuleBook:
     counts: Counts = field(default_factory=Counts)
     _views: dict[str, Rule | None] = field(default_factory=dict)
     _proxies: dict[str, Call | None] = field(default_factory=dict)
+    _fitted: dict[str, Rule] = field(default_factory=dict)
     _loaded: bool = False
 
     def path(self) -> Path:
@@ -135,8 +136,14 @@ class RuleBook:
             return view
         proxy = self._proxy(call)
         if proxy is None:
-            return Rule(found_on="too large to execute")
-        return self.rules.get(format_call(proxy), Rule(found_on="unknown"))
+            return Rule(found_on="no small stand-in")
+        rule = self.rules.get(format_call(proxy), Rule(found_on="unknown"))
+        if not any(isinstance(r, DimRef) and r.outer * r.unit > 1 for f in rule.factors for r in f.results):
+            return rule
+        key = format_call(call)
+        if key not in self._fitted:
+            self._fitted[key] = fit_blocks(rule, call, self.runner)
+        return self._fitted[key]
 
     def of_graph(
         self, graph: Graph, progress: Callable[[int, int], None] = lambda done, total: None

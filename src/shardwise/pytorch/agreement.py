@@ -1,0 +1,188 @@
+"""Before every call the ranks tell each other what they are about to run: 64 bytes each, gathered by all.
+
+    calls | module | epoch | arguments | values | rows | batched | seed        int64 each
+
+`calls` counts the calls (-1: this rank failed before it could say), `module` and `arguments` mark the parts of the
+program's key, `epoch` numbers the states that the module has had on this rank, `values` is a checksum of what must be
+the same on every rank, `rows` and `batched` say how many rows this rank brings and in which arguments, and rank 0's
+`seed` drives the random operators of the step. So no two ranks ever run different programs against each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+from ..errors import MismatchError
+from ..ir.placement import Shard, local_shape
+from .world import lost_ranks
+
+FIELDS = 8
+FAILED = -1
+SAMPLE = 1 << 14
+"""Elements of a tensor that its checksum looks at, evenly spread; more would cost more than they would find."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What one rank is about to run."""
+
+    calls: int
+    module: int
+    epoch: int
+    arguments: int
+    values: int
+    rows: int
+    batched: int
+    seed: int
+
+    def numbers(self) -> list[int]:
+        """The message."""
+        return [self.calls, self.module, self.epoch, self.arguments, self.values, self.rows, self.batched, self.seed]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks are about to run. Lists are by rank."""
+
+    epochs: tuple[int, ...]
+    rows: tuple[int, ...]
+    batched: int
+    seed: int
+
+
+@dataclass
+class Council:
+    """The ranks of a parallelized module, or this process alone."""
+
+    group: dist.ProcessGroup | None
+    name: str
+    """Of the module's class, for messages."""
+    calls: int = 0
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+    def agree(self, own: Statement) -> Agreement:
+        """Raises MismatchError on every rank where their statements differ, LostRankError where one is gone."""
+        if self.group is None:
+            return Agreement((own.epoch,), (own.rows,), own.batched, own.seed)
+        found = self._exchange(own.numbers())
+        statements = [Statement(*row) for row in found]
+        self._compare(statements)
+        batched = -1
+        for statement in statements:
+            batched &= statement.batched
+        return Agreement(
+            tuple(s.epoch for s in statements), tuple(s.rows for s in statements), batched, statements[0].seed
+        )
+
+    def fail(self) -> None:
+        """Tells the others that this rank raises instead of running."""
+        if self.group is not None:
+            self._exchange([FAILED] + [0] * (FIELDS - 1))
+
+    def _exchange(self, numbers: list[int]) -> list[list[int]]:
+        world = dist.get_world_size(self.group)
+        everybody = torch.empty(world * FIELDS, dtype=torch.int64)
+        with lost_ranks(f"the ranks compared their calls of {self.name}"):
+            dist.all_gather_single(everybody, torch.tensor(numbers, dtype=torch.int64), group=self.group)
+        return everybody.view(world, FIELDS).tolist()
+
+    def _compare(self, all_ranks: list[Statement]) -> None:
+        first = all_ranks[0]
+        failed = [k for k, s in enumerate(all_ranks) if s.calls == FAILED]
+        if failed:
+            raise MismatchError(f"{_ranks(failed)} raised an error in this call of {self.name}; see its own traceback")
+        checks = (
+            ("calls", "are at another call", "do the same number of steps on every rank"),
+            ("module", "have another state of the module (modes, attributes, dtypes, flags)", "change it on all ranks"),
+            ("arguments", "give other arguments (structure, shapes, dtypes or values that are no tensors)", _SAME),
+            ("values", "give tensors with other values", _SAME),
+        )
+        for key, what, advice in checks:
+            odd = [k for k, s in enumerate(all_ranks) if getattr(s, key) != getattr(first, key)]
+            if odd:
+                counts = "" if key != "calls" else f" ({[s.calls for s in all_ranks]} by rank)"
+                raise MismatchError(f"{self.name}: {_ranks(odd)} {what} than rank 0{counts}: {advice}")
+
+
+_SAME = (
+    "give every rank the same batch, or use batch='local' where each brings its own rows (a sampler that shuffles "
+    "must do so by the same seed)"
+)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+@lru_cache(maxsize=4)
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd numbers without a pattern: the checksum sees where a value stands."""
+    numbers = torch.arange(1, SAMPLE + 1, dtype=torch.int64) * 0x9E3779B97F4A7C1
+    return ((numbers ^ (numbers >> 29)) | 1).to(device)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensors: list[torch.Tensor]) -> int:
+    """62 bits of the tensors' values and of where they stand; the same on every rank for the same tensors."""
+    total = 0
+    for k, tensor in enumerate(tensors):
+        flat = tensor.detach().reshape(-1)
+        if flat.numel() == 0 or tensor.device.type == "meta":
+            continue
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).reshape(-1)
+        step = -(-flat.numel() // SAMPLE)
+        sample = flat[::step].contiguous() if step > 1 else flat.contiguous()
+        bits = sample.view(_BITS[sample.element_size()])
+        part = int((bits.to(torch.int64) * _weights(tensor.device)[: bits.numel()]).sum())
+        total = (total * 31 + part * (2 * k + 1)) % (1 << 62)
+    return total
+
+
+def expected_rows(total: int, mesh: tuple[int, ...]) -> list[int]:
+    """Rows of every device, in the order of the mesh, when a batch of `total` is cut over all axes."""
+    devices = 1
+    for n in mesh:
+        devices *= n
+    found = []
+    for index in range(devices):
+        coords, rest = [], index
+        for n in reversed(mesh):
+            coords.append(rest % n)
+            rest //= n
+        found.append(local_shape((total,), (Shard(0),) * len(mesh), mesh, tuple(reversed(coords)))[0])
+    return found
+
+
+def rebalance(
+    tensor: torch.Tensor, have: list[int], want: list[int], ranks: list[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """This rank's rows of the same batch, cut as `want` says. `ranks` are those of the devices in mesh order."""
+    if have == want or group is None:
+        return tensor
+    me = ranks.index(dist.get_rank(group))
+
+    def overlap(a: int, b: int) -> int:
+        """Rows that device a has and device b wants."""
+        low = max(sum(have[:a]), sum(want[:b]))
+        high = min(sum(have[: a + 1]), sum(want[: b + 1]))
+        return max(0, high - low)
+
+    position = {r: k for k, r in enumerate(ranks)}
+    sends = [overlap(me, position[r]) for r in range(len(ranks))]
+    receives = [overlap(position[r], me) for r in range(len(ranks))]
+    wire = tensor.detach().contiguous()
+    wire = wire.to(torch.uint8) if wire.dtype == torch.bool else wire
+    # The pieces travel in the order of the ranks, the rows lie in the order of the mesh.
+    mine = list(torch.split(wire, [overlap(me, k) for k in range(len(ranks))]))
+    out = wire.new_empty((want[me], *wire.shape[1:]))
+    with lost_ranks("the ranks evened out the rows of a batch"):
+        dist.all_to_all_single(out, torch.cat([mine[position[r]] for r in range(len(ranks))]), receives, sends, group)
+    pieces = dict(zip(range(len(ranks)), torch.split(out, receives)))
+    return torch.cat([pieces[r] for r in ranks]).to(tensor.dtype)

@@ -1,0 +1,125 @@
+"""One call of a parallelized module: its arguments, what its program depends on, and this rank's part of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from ..errors import InputError, UnsupportedError
+from .agreement import expected_rows, rebalance
+from .keys import Key, arguments_key
+from .outputs import GlobalOutput
+from .world import gather_objects
+
+
+@dataclass
+class Call:
+    """The flattened arguments. In batch mode "local" the tensors of `batched` hold this rank's rows."""
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    positions: tuple[int, ...]
+    """Of the tensors among the leaves."""
+    tensors: list[torch.Tensor]
+    """Contiguous, since a program is captured for contiguous inputs."""
+    training: bool
+    rows: int = 0
+    batched: int = 0
+    """Bit k: tensor k holds rows of the batch."""
+
+    @property
+    def given(self) -> list[torch.Tensor]:
+        """The tensors that the user gave."""
+        return [self.leaves[k] for k in self.positions]
+
+    def others(self) -> list[torch.Tensor]:
+        """The tensors that must be the same on every rank."""
+        return [t for k, t in enumerate(self.tensors) if not self.batched >> k & 1]
+
+    def own_key(self) -> Key:
+        """What must be equal on all ranks: the rows that each brings are left out."""
+        return self.key(-1)
+
+    def key(self, rows: int) -> Key:
+        """The key at a global batch of `rows`."""
+        return arguments_key(self.leaves, self.spec, self.training, self.shapes(rows))
+
+    def shapes(self, rows: int) -> list[tuple[int, ...]]:
+        """The global shapes of the tensors."""
+        return [(rows, *t.shape[1:]) if self.batched >> k & 1 else tuple(t.shape) for k, t in enumerate(self.tensors)]
+
+    def global_arguments(self, rows: int) -> tuple[tuple, dict[str, Any]]:
+        """(args, kwargs) of the size that all ranks together give, to capture with."""
+        leaves = list(self.leaves)
+        for place, tensor, shape in zip(self.positions, self.tensors, self.shapes(rows)):
+            if shape != tuple(tensor.shape):
+                meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
+                leaves[place] = meta.requires_grad_(tensor.requires_grad)
+            else:
+                leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """Paths of the inputs that arrive in rows."""
+        return tuple(str(k) for k in range(len(self.tensors)) if self.batched >> k & 1)
+
+    def even_out(self, rows: tuple[int, ...], mesh: Any) -> None:
+        """Moves rows between ranks where they do not lie as the mesh cuts the batch."""
+        if mesh is None or not self.batched:
+            return
+        ranks = mesh.mesh.flatten().tolist()
+        have = [rows[r] for r in ranks]
+        want = expected_rows(sum(rows), tuple(mesh.shape))
+        if have == want:
+            return
+        for k in range(len(self.tensors)):
+            if not self.batched >> k & 1:
+                continue
+            if self.tensors[k].requires_grad:
+                raise UnsupportedError(
+                    f"batch='local': the ranks bring {list(rows)} rows, but {want} are needed for inputs that require "
+                    "gradients; bring as many as torch.chunk would give each rank"
+                )
+            self.tensors[k] = rebalance(self.tensors[k], have, want, ranks)
+
+
+def describe(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], batch: str, device: torch.device | None = None
+) -> Call:
+    """The call as a `Call`. Raises InputError for tensors on another device, UnsupportedError for DTensors."""
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    positions = tuple(k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    for k in positions:
+        if isinstance(leaves[k], GlobalOutput):
+            leaves[k] = leaves[k].view_as(leaves[k])
+    tensors = [leaves[k] for k in positions]
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            raise UnsupportedError("an argument is a DTensor; give plain tensors, for instance x.full_tensor()")
+        if device is not None and tensor.device != device and tensor.ndim > 0:
+            raise InputError(f"an argument lies on {tensor.device}, the module on {device}; move it with .to({device})")
+    training = torch.is_grad_enabled() and (
+        any(p.requires_grad for p in module.parameters()) or any(t.requires_grad for t in tensors)
+    )
+    call = Call(leaves, spec, positions, [t if t.is_contiguous() else t.contiguous() for t in tensors], training)
+    if batch == "local":
+        shaped = [k for k, t in enumerate(tensors) if t.ndim > 0]
+        if shaped:
+            call.rows = tensors[shaped[0]].shape[0]
+            call.batched = sum(1 << k for k in shaped if tensors[k].shape[0] == call.rows)
+    return call
+
+
+def describe_example(module: nn.Module, args: tuple, kwargs: dict[str, Any], batch: str) -> tuple[Call, int]:
+    """(the call, global rows) of the example of `parallelize`, agreed on by all ranks."""
+    call = describe(module, args, kwargs, batch)
+    told = gather_objects((call.rows, call.batched))
+    for _, batched in told:
+        call.batched &= batched
+    return call, sum(rows for rows, _ in told)
