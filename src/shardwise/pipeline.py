@@ -33,6 +33,7 @@ from .rules.rule import Rule
 from .spmd.bucket import bucket_gradients, late_views
 from .spmd.fuse import fuse_regions
 from .spmd.lower import lower
+from .spmd.prune import prune
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total); stages are "rules" and "plan"."""
@@ -197,9 +198,12 @@ def distribute(
 def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgram:
     """The program of this rank."""
     resharding = Resharding(planned.plan.mesh, cluster.axes(planned.plan.mesh))
-    local = lower(planned.graph, planned.rules, planned.plan, resharding, runtime.coords)
-    local = bucket_gradients(late_views(local))
-    return make_local(planned.program, planned.plan, local, runtime.groups, runtime.device)
+
+    def lowered(absent: frozenset[str]) -> Graph:
+        what = prune(planned.graph, planned.rules, planned.plan, absent)
+        return bucket_gradients(late_views(lower(*what, resharding, runtime.coords)))
+
+    return make_local(planned.program, planned.plan, lowered, runtime.coords, runtime.groups, runtime.device)
 
 
 def builder(request: Request) -> Build:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,11 +12,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ..ir.graph import Graph
+from ..ir.graph import Graph, Input
 from ..plan.plan import Plan
 from ..spmd.split import Phases, split
 from .capture import TENSOR, Program
 from .execute import Compiled, compile_graph
+from .operators import dtype_of
+from .state import local_piece
 
 
 @dataclass
@@ -28,6 +30,12 @@ class LocalProgram:
     phases: Phases
     forward: Compiled
     backward: Compiled | None
+    coords: tuple[int, ...]
+    groups: tuple[dist.ProcessGroup | None, ...]
+    device: torch.device
+    without: Callable[[frozenset[str]], Graph]
+    """The lowered graph without the tangents of the outputs at these paths."""
+    pruned: dict[frozenset[str], tuple[Graph, Compiled]] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -56,6 +64,25 @@ class LocalProgram:
         return pytree.tree_unflatten(out, self.program.out_spec), changes
 
 
+    def local_input(self, item: Input, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of an input that it was given whole."""
+        if item.kind != "input" or tuple(tensor.shape) == item.value.shape:
+            return tensor
+        layout = next(x for kind, path, x in self.plan.inputs if (kind, path) == ("input", item.path))
+        return local_piece(tensor, layout, self.plan.mesh, self.coords).contiguous()
+
+    def backward_for(self, absent: frozenset[str]) -> tuple[Graph, Compiled]:
+        """The backward where the outputs at the paths `absent` receive no gradient."""
+        assert self.phases.backward is not None and self.backward is not None
+        if not absent:
+            return self.phases.backward, self.backward
+        if absent not in self.pruned:
+            graph = split(self.without(absent)).backward
+            assert graph is not None
+            self.pruned[absent] = graph, compile_graph(graph, self.groups, self.device)
+        return self.pruned[absent]
+
+
 class _Step(torch.autograd.Function):
     """Forward and backward of a program as one node of autograd."""
 
@@ -65,7 +92,8 @@ class _Step(torch.autograd.Function):
         ctx.stored = [
             (t.device_mesh, t.placements, t.shape, t.stride()) if isinstance(t, DTensor) else None for t in tensors
         ]
-        tensors = tuple(t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+        local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+        tensors = tuple(program.local_input(i, t) for i, t in zip(forward.inputs, local))
         results = program.forward.call(list(tensors))
         count = len(forward.outputs_of("output", "mutation"))
         outputs = results[:count]
@@ -86,28 +114,33 @@ class _Step(torch.autograd.Function):
             if t is not None and (o.kind == "mutation" or not (t.is_floating_point() or t.is_complex()))
         ]
         ctx.mark_non_differentiable(*plain)
-        ctx.like = [None if t is None else (t.shape, t.dtype, t.device) for t in outputs]
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         program: LocalProgram = ctx.program
-        forward, graph = program.phases.forward, program.phases.backward
-        assert graph is not None and program.backward is not None
-        inputs = list(ctx.saved_tensors)
+        phases, forward = program.phases, program.phases.forward
+        table = dict(zip((*phases.saved, *phases.saved_inputs), ctx.saved_tensors))
         if hasattr(ctx, "maybe_clear_saved_tensors"):
             ctx.maybe_clear_saved_tensors()
-        outputs = [o for o in forward.outputs if o.kind in ("output", "mutation")]
-        place = {o.path: k for k, o in enumerate(outputs) if o.kind == "output"}
-        for tangent in graph.inputs_of("tangent"):
-            k = place[tangent.path]
-            gradient = gradients[k]
-            if gradient is None:
-                shape, dtype, device = ctx.like[k]
-                gradient = torch.zeros(shape, dtype=dtype, device=device)
-            inputs.append(gradient.contiguous())
-        found = program.backward.call(inputs)
+        outputs = forward.outputs_of("output", "mutation")
+        given = {o.path: g for o, g in zip(outputs, gradients) if o.kind == "output"}
+        tangents = program.graph.inputs_of("tangent")
+        graph, compiled = program.backward_for(frozenset(t.path for t in tangents if given[t.path] is None))
+        inputs = []
+        for item in graph.inputs:
+            if item.kind == "tangent":
+                gradient = given[item.path]
+                assert gradient is not None
+                inputs.append(gradient.contiguous())
+            elif item.kind == "zero":
+                dtype = dtype_of(item.value.dtype)
+                inputs.append(torch.zeros((), dtype=dtype, device=program.device).expand(item.value.shape))
+            else:
+                inputs.append(table[item.value.name])
+        del table
+        found = compiled.call(inputs)
         by_path = {o.path: t for o, t in zip(graph.outputs, found)}
         result = []
         for item, stored in zip(forward.inputs, ctx.stored):
@@ -126,10 +159,15 @@ def _like(gradient: torch.Tensor | None, stored: Any) -> torch.Tensor | None:
 
 
 def make_local(
-    program: Program, plan: Plan, local_graph: Graph, groups: tuple[dist.ProcessGroup | None, ...], device: torch.device
+    program: Program,
+    plan: Plan,
+    lowered: Callable[[frozenset[str]], Graph],
+    coords: tuple[int, ...],
+    groups: tuple[dist.ProcessGroup | None, ...],
+    device: torch.device,
 ) -> LocalProgram:
-    """Splits and compiles a lowered graph."""
-    phases = split(local_graph)
+    """Splits and compiles a lowered graph. `lowered` makes it without the tangents of the outputs at some paths."""
+    phases = split(lowered(frozenset()))
     forward = compile_graph(phases.forward, groups, device)
     backward = None if phases.backward is None else compile_graph(phases.backward, groups, device)
-    return LocalProgram(program, plan, phases, forward, backward)
+    return LocalProgram(program, plan, phases, forward, backward, coords, groups, device, lowered)
