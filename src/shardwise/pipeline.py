@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .cluster import Cluster
 from .errors import same_error
-from .ir.graph import Graph
+from .ir.graph import Graph, Input, Output
 from .ir.passes import recompute_views
 from .ir.runner import call_of
 from .ir.text import format_graph, parse_graph
-from .plan.plan import Plan, make_plan
+from .plan.plan import Plan, make_plan, whole
 from .plan.planner import Outcome, optimise
 from .plan.problem import Problem, Settings, build_problem
 from .plan.reshard import Resharding
@@ -127,7 +127,26 @@ def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgr
     """The program of this rank."""
     resharding = Resharding(planned.plan.mesh, cluster.axes(planned.plan.mesh))
     local = lower(planned.graph, planned.rules, planned.plan, resharding, runtime.coords)
-    return make_local(planned.program, planned.plan, local, runtime.groups, runtime.device)
+    gathers = dict(_gathers(planned, resharding, runtime.coords))
+    return make_local(planned.program, planned.plan, local, runtime.groups, runtime.device, gathers)
+
+
+def _gathers(planned: Planned, resharding: Resharding, coords: tuple[int, ...]) -> Iterator[tuple[str, Graph]]:
+    """(path, program that makes it whole) of every output that lies in pieces."""
+    plan, values = planned.plan, planned.graph.values
+    for output, (kind, path, layout) in zip(planned.graph.outputs, plan.outputs):
+        if kind != "output" or output.name is None or layout is None or layout == whole(plan.mesh):
+            continue
+        value = replace(values[output.name], alias=None, stride=None)
+        graph = Graph((Input(value, "input", "0"),), (), (Output(value.name, "output", "0"),), f"gather_{value.name}")
+        here = replace(
+            plan,
+            inputs=(("input", "0", layout),),
+            outputs=(("output", "0", whole(plan.mesh)),),
+            nodes=(),
+            kept=(),
+        )
+        yield path, lower(graph, (), here, resharding, coords)
 
 
 def builder(request: Request) -> Build:

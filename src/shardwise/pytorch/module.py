@@ -8,6 +8,7 @@ class. Programs are captured when first needed, one per key (see `keys.py`), thr
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import logging
 import warnings
@@ -198,7 +199,9 @@ class ParallelModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled, for `torch.save(model)`, it is the plain module with whole tensors. Every rank must save."""
-        return plain_copy(self, self._shardwise.original).__reduce_ex__(protocol)
+        plain = plain_copy(self, self._shardwise.original)
+        # The form that names the class: pickle refuses the newer one, since this object is of another class.
+        return copyreg._reconstructor, (type(plain), object, None), plain.__getstate__()  # type: ignore[attr-defined]
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from ..ir.graph import Graph
+from ..errors import UnsupportedError
+from ..ir.graph import Graph, Output
 from ..plan.plan import Plan
 from ..spmd.split import Phases, split
 from .capture import TENSOR, Program
 from .execute import Compiled, compile_graph
+from .outputs import GlobalOutput
 
 
 @dataclass
@@ -27,11 +29,19 @@ class LocalProgram:
     phases: Phases
     forward: Compiled
     backward: Compiled | None
+    gathers: dict[str, Compiled] = field(default_factory=dict)
+    """Path of an output that lies in pieces -> the program that makes it whole."""
 
     @property
     def graph(self) -> Graph:
         """The captured graph."""
         return self.program.graph
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Path of an output -> its global shape."""
+        values = self.graph.values
+        return {o.path: values[o.name].shape for o in self.graph.outputs_of("output") if o.name is not None}
 
     def run(self, state: Callable[[str], torch.Tensor], leaves: list[torch.Tensor], seed: torch.Tensor) -> Any:
         """One call. `state` gives the local tensor of a parameter or buffer by its path; `leaves` are the local
@@ -54,6 +64,19 @@ class LocalProgram:
         out = [results[str(next(computed))] if x is TENSOR else x for x in self.program.out_leaves]
         return pytree.tree_unflatten(out, self.program.out_spec), changes
 
+    def stand_in(self, output: Output, piece: torch.Tensor | None) -> torch.Tensor | None:
+        """An output that lies in pieces, as a tensor of the global shape that is gathered when first used."""
+        gather = self.gathers.get(output.path) if output.kind == "output" else None
+        if gather is None or piece is None or output.name is None:
+            return piece
+
+        def whole(piece: torch.Tensor) -> torch.Tensor:
+            found = gather.call([piece])[0]
+            assert found is not None
+            return found
+
+        return GlobalOutput.of(piece, self.shapes[output.path], whole)
+
 
 class _Step(torch.autograd.Function):
     """Forward and backward of a program as one node of autograd."""
@@ -66,6 +89,7 @@ class _Step(torch.autograd.Function):
         outputs = results[:count]
         given = {id(t) for t in tensors}
         outputs = [t.clone() if t is not None and (id(t) in given or t._is_view()) else t for t in outputs]
+        outputs = [program.stand_in(o, t) for o, t in zip(forward.outputs, outputs)]
         ctx.program = program
         ctx.set_materialize_grads(False)
         if program.backward is not None:
@@ -85,8 +109,12 @@ class _Step(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # with create_graph=True alone
+            raise UnsupportedError(
+                "a planned program has no second derivative: create_graph=True is not possible through a parallelized "
+                "module. Compute what needs it (a gradient penalty) with the plain module"
+            )
         program: LocalProgram = ctx.program
         forward, graph = program.phases.forward, program.phases.backward
         assert graph is not None and program.backward is not None
@@ -112,10 +140,16 @@ class _Step(torch.autograd.Function):
 
 
 def make_local(
-    program: Program, plan: Plan, local_graph: Graph, groups: tuple[dist.ProcessGroup | None, ...], device: torch.device
+    program: Program,
+    plan: Plan,
+    local_graph: Graph,
+    groups: tuple[dist.ProcessGroup | None, ...],
+    device: torch.device,
+    gathers: dict[str, Graph],
 ) -> LocalProgram:
-    """Splits and compiles a lowered graph."""
+    """Splits and compiles a lowered graph. `gathers` makes outputs that lie in pieces whole, by their paths."""
     phases = split(local_graph)
     forward = compile_graph(phases.forward, groups, device)
     backward = None if phases.backward is None else compile_graph(phases.backward, groups, device)
-    return LocalProgram(program, plan, phases, forward, backward)
+    made = {path: compile_graph(graph, groups, device) for path, graph in gathers.items()}
+    return LocalProgram(program, plan, phases, forward, backward, made)
