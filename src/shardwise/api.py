@@ -14,12 +14,13 @@ from .pipeline import Planned, Request, distribute, plan_program, silent
 from .plan.plan import Plan
 from .pytorch.call import describe_example
 from .pytorch.capture import capture
-from .pytorch.measure import local_cluster
+from .pytorch.known import known_cluster
 from .pytorch.module import check_module
 from .pytorch.state import check_state
 from .pytorch.world import check_equal, ensure_group, mesh_shapes, target_device, together
 
 Constraints = Mapping[str, str]
+MEASURE = "measure"
 
 
 def memory_bytes(limit: int | str | None) -> int | None:
@@ -135,7 +136,7 @@ def parallelize(
 
     `example` is a tuple of positional arguments like those of later calls. `batch` says whether every rank gets the
     same batch ("global") or its own rows of it ("local"). `mesh` is a DeviceMesh, a shape or None for the planner's
-    choice; `cluster` describes the machine, by default it is measured. The parameters become DTensors under their own
+    choice; `cluster` describes the machine: by default it is measured once a week, with "measure" now. The parameters become DTensors under their own
     names. See DESIGN for `constraints` and `memory_limit`. Raises InputError, CaptureError, MismatchError, PlanError.
     """
     check_module(module)
@@ -147,7 +148,7 @@ def parallelize(
     device = target_device(module)
     world = ensure_group(device)
     check_equal("the class of the module", type(module).__qualname__)
-    described = _cluster(cluster)
+    described = None if cluster == MEASURE else _cluster(cluster)
     if described is not None and described.world_size != world:
         raise InputError(
             f"cluster {described.name} describes {described.world_size} devices but {world} ranks are running"
@@ -156,7 +157,7 @@ def parallelize(
     call, rows = describe_example(module, args, kwargs, batch)
     program = together("capturing the example", lambda: capture(module, *call.global_arguments(rows), device=device))
     check_state(module)
-    measured = described or local_cluster(device=device)
+    measured = described or known_cluster(device, refresh=cluster == MEASURE)
     request = Request(
         measured,
         shapes or measured.mesh_shapes(),

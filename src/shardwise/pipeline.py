@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .cluster import Cluster
 from .errors import same_error
-from .ir.graph import Graph, Input, Output
+from .ir.graph import Graph, Input, Node, Output
 from .ir.passes import recompute_views
 from .ir.runner import call_of
 from .ir.text import format_graph, parse_graph
@@ -18,6 +19,7 @@ from .plan.plan import Plan, make_plan, whole
 from .plan.planner import Outcome, optimise
 from .plan.problem import Problem, Settings, build_problem
 from .plan.reshard import Resharding
+from .plan.store import load_plan, plan_key, save_plan
 from .pytorch.call import Call
 from .pytorch.capture import Program, capture
 from .pytorch.flops import count_flops
@@ -28,13 +30,15 @@ from .pytorch.world import broadcast_object, check_equal, make_mesh, rank, toget
 from .rules.book import RuleBook
 from .rules.descend import descend
 from .rules.rule import Rule
+from .spmd.bucket import bucket_gradients, late_views
 from .spmd.fuse import fuse_regions
 from .spmd.lower import lower
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total); stages are "rules" and "plan"."""
 
 
-def silent(done: int, total: int) -> None:
+def silent(stage: str, done: int, total: int) -> None:
     """No progress shown."""
 
 
@@ -51,6 +55,21 @@ class Request:
     progress: Progress = silent
     choose: Callable[[Problem], Outcome] = optimise
     """What finds the plan."""
+    use_disk: bool = True
+    """Read and write the caches of rules and plans."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where rules and plan came from, and how long they took on the rank that made them."""
+
+    operators: int
+    """Nodes of the graph."""
+    discovered: int
+    """Rules found by running operators; all others were known or derived from strides."""
+    plan_cached: bool
+    rules_s: float
+    plan_s: float
 
 
 @dataclass(frozen=True)
@@ -61,28 +80,68 @@ class Planned:
     graph: Graph
     rules: tuple[Rule, ...]
     plan: Plan
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A graph with decompositions where they help, its rules, and what the decompositions stand for."""
+
+    graph: Graph
+    rules: tuple[Rule, ...]
+    regions: dict[str, Node]
+    fused_rules: dict[str, Rule]
+    discovered: int
+
+
+def find_rules(graph: Graph, request: Request) -> Ruled:
+    """Rules of all nodes, after operators that do not split were replaced by decompositions that do."""
+    book = RuleBook(TorchRunner(), use_disk=request.use_disk)
+    values = graph.values
+    descended, rules, regions = descend(graph, book, lambda done, total: request.progress("rules", done, total))
+    fused = dict(zip(regions, book.find(call_of(node, values)[0] for node in regions.values())))
+    return Ruled(descended, rules, regions, fused, book.counts.discovered)
 
 
 def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
     """Rules and plan of a captured program, on the best of the mesh shapes. For one process, or for rank 0."""
+    start = time.perf_counter()
     graph = recompute_views(program.graph)
-    book = RuleBook(TorchRunner())
-    values = graph.values
-    graph, rules, regions = descend(graph, book, request.progress)
-    fused_rules = dict(zip(regions, book.find(call_of(n, values)[0] for n in regions.values())))
-    flops = count_flops(graph)
-    plans = []
-    for shape in request.shapes:
-        settings = Settings(
+    found = find_rules(graph, request)
+    rules_s = time.perf_counter() - start
+    settings = [
+        Settings(
             shape,
             request.memory_limit_bytes,
             sharded_inputs=request.sharded_inputs,
             fixed=(*request.constraints, *fixed),
         )
-        problem = build_problem(graph, rules, request.cluster, settings, flops)
+        for shape in request.shapes
+    ]
+    use_disk = request.use_disk and request.choose is optimise
+    key = plan_key(found.graph, found.rules, request.cluster, settings)
+    plan = load_plan(key) if use_disk else None
+    cached = plan is not None
+    if plan is None:
+        plan = _best_plan(found.graph, found.rules, request, settings)
+        if use_disk:
+            save_plan(key, plan)
+    plan_s = time.perf_counter() - start - rules_s
+    origin = Origin(len(graph.nodes), found.discovered, cached, rules_s, plan_s)
+    fused = fuse_regions(found.graph, found.rules, plan, found.regions, found.fused_rules)
+    return Planned(program, *fused, origin)
+
+
+def _best_plan(graph: Graph, rules: tuple[Rule, ...], request: Request, settings: list[Settings]) -> Plan:
+    """The fastest plan over the mesh shapes; of equals, the one with fewer axes."""
+    flops = count_flops(graph)
+    plans = []
+    for done, one in enumerate(settings):
+        request.progress("plan", done, len(settings))
+        problem = build_problem(graph, rules, request.cluster, one, flops)
         plans.append(make_plan(problem, request.choose(problem), request.cluster.name, flops))
-    best = min(plans, key=lambda p: (p.seconds, len(p.mesh)))
-    return Planned(program, *fuse_regions(graph, rules, best, regions, fused_rules))
+    request.progress("plan", len(settings), len(settings))
+    return min(plans, key=lambda p: (p.seconds, len(p.mesh)))
 
 
 def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
@@ -93,7 +152,14 @@ def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, An
     if rank() == 0:
         try:
             found = plan_program(program, request, fixed)
-            text = json.dumps([found.plan.to_json(), [r.to_dict() for r in found.rules], format_graph(found.graph)])
+            text = json.dumps(
+                [
+                    found.plan.to_json(),
+                    [r.to_dict() for r in found.rules],
+                    format_graph(found.graph),
+                    asdict(found.origin),
+                ]
+            )
         except Exception as caught:  # the others must not wait for a plan that never comes
             error = caught
             text = json.dumps([type(caught).__name__, str(caught)])
@@ -104,7 +170,7 @@ def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, An
     if len(data) == 2:
         raise same_error(*data)
     rules = tuple(Rule.from_dict(r) for r in data[1])
-    planned = Planned(program, parse_graph(data[2]), rules, Plan.from_json(data[0]))
+    planned = Planned(program, parse_graph(data[2]), rules, Plan.from_json(data[0]), Origin(**data[3]))
     check_equal("the plan", planned.plan.fingerprint)
     return planned
 
@@ -117,6 +183,7 @@ def distribute(
     shape = planned.plan.mesh
     mesh = mesh if hasattr(mesh, "get_group") else make_mesh(shape, device)
     runtime = Runtime(type(module), mesh, shape, device, batch)
+    runtime.origin = planned.origin
     runtime.build = builder(request)
     runtime.layouts = {p: x for k, p, x in planned.plan.inputs if k in ("parameter", "buffer")}
     local = together("making its local program", lambda: localise(planned, request.cluster, runtime))
@@ -127,6 +194,7 @@ def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgr
     """The program of this rank."""
     resharding = Resharding(planned.plan.mesh, cluster.axes(planned.plan.mesh))
     local = lower(planned.graph, planned.rules, planned.plan, resharding, runtime.coords)
+    local = bucket_gradients(late_views(local))
     gathers = dict(_gathers(planned, resharding, runtime.coords))
     return make_local(planned.program, planned.plan, local, runtime.groups, runtime.device, gathers)
 

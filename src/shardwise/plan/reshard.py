@@ -78,7 +78,7 @@ def _moves(
     layout: Layout, goal: Layout, mesh: tuple[int, ...], links: tuple[AxisLink, ...], shape: tuple[int, ...], item: int
 ):
     for axis, here in enumerate(layout):
-        for there in {R, goal[axis]}:
+        for there in dict.fromkeys((R, goal[axis])):  # in this order on every rank
             if there == here:
                 continue
             kind = _kind(here, there)

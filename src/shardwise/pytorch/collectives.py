@@ -103,6 +103,18 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: str, in_place: boo
     return Pending(work, lambda: wire.to(dtype))
 
 
+def all_reduce_many(tensors: list[torch.Tensor], group: dist.ProcessGroup, op: str) -> list[Pending]:
+    """Several all-reduces through one buffer; every result is a view of it."""
+    dtype = tensors[0].dtype
+    flat = torch.cat([_on_wire(x).reshape(-1) for x in tensors])
+    work = dist.all_reduce(flat, REDUCE_OPS[op], group=group, async_op=True) if flat.numel() else None
+    parts = flat.split([x.numel() for x in tensors])
+    shapes = [x.shape for x in tensors]
+    return [
+        Pending(work, lambda part=part, shape=shape: part.view(shape).to(dtype)) for part, shape in zip(parts, shapes)
+    ]
+
+
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, op: str, place: Place) -> Pending:
     """Everybody's summand combined, one piece each."""
     dim, outer, unit, lens = place
@@ -158,13 +170,17 @@ def _row_elements(x: torch.Tensor, source: Place, target: Place, rank: int) -> i
 
 
 def slice_piece(x: torch.Tensor, dim: int, outer: int, unit: int, start: int, stop: int) -> torch.Tensor:
-    """The piece [start, stop) of the factor at (outer, n, unit); a view where outer is 1."""
+    """The piece [start, stop) of the factor at (outer, n, unit), laid out contiguously.
+
+    Some kernels read what an operator before them has made without a look at its strides (layer norm's backward its
+    mean), and a view would keep the whole alive.
+    """
     if outer == 1:
-        return x.narrow(dim, start * unit, (stop - start) * unit)
+        return x.narrow(dim, start * unit, (stop - start) * unit).contiguous()
     n = x.shape[dim] // (outer * unit)
     split = x.reshape(*x.shape[:dim], outer, n, unit, *x.shape[dim + 1 :])
     piece = split.narrow(dim + 1, start, stop - start)
-    return piece.reshape(*x.shape[:dim], outer * (stop - start) * unit, *x.shape[dim + 1 :])
+    return piece.reshape(*x.shape[:dim], outer * (stop - start) * unit, *x.shape[dim + 1 :]).contiguous()
 
 
 def zero_unless(x: torch.Tensor, keep: bool) -> torch.Tensor:
@@ -211,7 +227,7 @@ def pad(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def drop_last(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Without the last row."""
-    return x.narrow(dim, 0, x.shape[dim] - 1)
+    return x.narrow(dim, 0, x.shape[dim] - 1).contiguous()
 
 
 def fill(shape: tuple[int, ...], dtype: torch.dtype, op: str, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,8 @@ from . import collectives
 from .operators import find_op, from_literal
 from .runner import flatten_results
 
+_VIEWS = {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"}
+
 
 @dataclass
 class Compiled:
@@ -110,7 +112,11 @@ class _Writer:
             return self.collective(node, k)
         if node.op.startswith("shard."):
             return self.local(node)
-        op = self.constant(_callable(node.op))
+        if node.op in _VIEWS and node.results[0] is not None:
+            # Strides can differ from those of the trace, so that a view is refused; and -1 is ambiguous on no elements.
+            shape = self.constant(node.results[0].shape)
+            return f"{node.results[0].name} = {self.arg(node.args[0])}.reshape({shape})"
+        op = self.constant(find_op(node.op))
         args = [self.arg(a) for a in node.args] + [f"{key}={self.arg(a)}" for key, a in node.kwargs]
         call = f"{op}({', '.join(args)})"
         if len(node.results) == 1 and node.results[0] is not None and not _returns_list(node.op):
@@ -122,8 +128,14 @@ class _Writer:
         """Starts a collective on the process group of its axis."""
         assert node.results[0] is not None
         x, axis, *rest = node.args
-        assert isinstance(x, Ref) and isinstance(axis, int)
+        assert isinstance(axis, int)
         group = self.constant(self.groups[axis])
+        if node.op == "comm.all_reduce_many":
+            names = [v.name for v in node.results if v is not None]
+            self.pending.update(names)
+            function = self.constant(collectives.all_reduce_many)
+            return f"({', '.join(names)},) = {function}({self.arg(x)}, {group}, {rest[0]!r})"
+        assert isinstance(x, Ref)
         name = node.results[0].name
         kind = node.op.removeprefix("comm.")
         function = self.constant(getattr(collectives, kind))
@@ -155,16 +167,3 @@ class _Writer:
 def _returns_list(op: str) -> bool:
     returns = find_op(op)._schema.returns
     return len(returns) == 1 and "List" in str(returns[0].type)
-
-
-def _callable(op: str) -> Callable[..., Any]:
-    """The operator; a view that the real strides refuse becomes a reshape (fake strides can differ)."""
-    found = find_op(op)
-    if op not in ("aten.view.default", "aten._unsafe_view.default"):
-        return found
-    reshape = find_op("aten.reshape.default")
-
-    def view(x: torch.Tensor, size: list[int]) -> torch.Tensor:
-        return reshape(x, size)
-
-    return view

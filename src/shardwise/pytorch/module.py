@@ -26,11 +26,12 @@ from ..ir.placement import Layout, R
 from ..plan.plan import Plan
 from .agreement import Council, Statement, checksum
 from .call import Call, describe
+from .compat import local_of
 from .keys import Key, mark, module_key
 from .materialise import materialise
 from .optimizers import retire
 from .program import LocalProgram
-from .state import add_hooks, as_dtensor, local_tensor, place_state, placements, plain_copy
+from .state import add_hooks, as_dtensor, place_state, placements, plain_copy
 from .world import control_group, lost_ranks, world_size
 
 log = logging.getLogger("shardwise")
@@ -64,6 +65,8 @@ class Runtime:
         """The same as DTensor's placements."""
         self.whole: tuple[Placement, ...] = (Replicate(),) * len(shape)
         self.first: LocalProgram | None = None
+        self.origin: Any = None
+        """Where the rules and the plan of the first program came from (`pipeline.Origin`)."""
         self.council = Council(None if mesh is None else control_group(), original.__name__)
         self.epochs: dict[Any, int] = {}
         """State of the module on this rank -> its number, in order of appearance."""
@@ -140,7 +143,7 @@ class Runtime:
                 )
         return found
 
-    def local(self, epoch: int, path: str) -> torch.Tensor:
+    def tensor(self, epoch: int, path: str) -> torch.Tensor:
         """The parameter or buffer at a path. Raises InputError where it is not what parallelize put there."""
         table, name = self.tables[epoch][path]
         tensor = table[name]
@@ -148,7 +151,7 @@ class Runtime:
             return tensor
         expected = self.expected.get(path, self.whole)
         if isinstance(tensor, DTensor) and tensor.placements == expected:
-            return local_tensor(tensor)
+            return tensor
         have = tensor.placements if isinstance(tensor, DTensor) else "a plain tensor"
         raise InputError(
             f"{path} was replaced after parallelize: it is {have} where {expected} is needed. Change values in place "
@@ -227,7 +230,7 @@ def run(module: ParallelModule, args: tuple, kwargs: dict[str, Any]) -> Any:
     program = runtime.find((agreed.epochs, call.key(rows).shared), module, call, rows)
     call.even_out(agreed.rows, runtime.mesh)
     seed = torch.full((), agreed.seed, dtype=torch.int64, device=runtime.device)
-    state = functools.partial(runtime.local, statement.epoch)
+    state = functools.partial(runtime.tensor, statement.epoch)
     with lost_ranks(f"{runtime.original.__name__} ran forward"):
         out, changes = program.run(state, call.tensors, seed)
     with torch.no_grad():
@@ -235,7 +238,7 @@ def run(module: ParallelModule, args: tuple, kwargs: dict[str, Any]) -> Any:
             if path.startswith("input "):
                 call.given[int(path.removeprefix("input "))].copy_(value)
             else:
-                state(path).copy_(value)
+                local_of(state(path)).copy_(value)
     return out
 
 

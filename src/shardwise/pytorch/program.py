@@ -16,8 +16,10 @@ from ..ir.graph import Graph, Output
 from ..plan.plan import Plan
 from ..spmd.split import Phases, split
 from .capture import TENSOR, Program
+from .compat import dtensor_of, local_of, spec_of
 from .execute import Compiled, compile_graph
 from .outputs import GlobalOutput
+from .world import lost_ranks
 
 
 @dataclass
@@ -44,8 +46,8 @@ class LocalProgram:
         return {o.path: values[o.name].shape for o in self.graph.outputs_of("output") if o.name is not None}
 
     def run(self, state: Callable[[str], torch.Tensor], leaves: list[torch.Tensor], seed: torch.Tensor) -> Any:
-        """One call. `state` gives the local tensor of a parameter or buffer by its path; `leaves` are the local
-        input tensors in order. Returns (outputs in the user's structure, new values of buffers by path)."""
+        """One call. `state` gives a parameter or buffer, plain or DTensor, by its path; `leaves` are the local input
+        tensors in order. Returns (outputs in the user's structure, new values of buffers by path)."""
         tensors: list[torch.Tensor] = []
         for item in self.phases.forward.inputs:
             if item.kind in ("parameter", "buffer"):
@@ -82,13 +84,16 @@ class _Step(torch.autograd.Function):
     """Forward and backward of a program as one node of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, program: LocalProgram, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, program: LocalProgram, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         forward = program.phases.forward
+        # DTensors are opened here and closed in backward by hand: to_local() would cost 60 us a parameter and step.
+        tensors = [local_of(t) for t in given]
+        ctx.specs = [spec_of(t) for t in given]
         results = program.forward.call(list(tensors))
         count = len(forward.outputs_of("output", "mutation"))
         outputs = results[:count]
-        given = {id(t) for t in tensors}
-        outputs = [t.clone() if t is not None and (id(t) in given or t._is_view()) else t for t in outputs]
+        own = {id(t) for t in tensors}
+        outputs = [t.clone() if t is not None and (id(t) in own or t._is_view()) else t for t in outputs]
         outputs = [program.stand_in(o, t) for o, t in zip(forward.outputs, outputs)]
         ctx.program = program
         ctx.set_materialize_grads(False)
@@ -130,12 +135,14 @@ class _Step(torch.autograd.Function):
                 shape, dtype, device = ctx.like[k]
                 gradient = torch.zeros(shape, dtype=dtype, device=device)
             inputs.append(gradient.contiguous())
-        found = program.backward.call(inputs)
+        with lost_ranks("backward ran"):
+            found = program.backward.call(inputs)
         by_path = {o.path: t for o, t in zip(graph.outputs, found)}
         result = []
-        for item in forward.inputs:
+        for item, spec in zip(forward.inputs, ctx.specs):
             key = f"input {item.path}" if item.kind == "input" else item.path
-            result.append(by_path.get(key) if item.kind in ("parameter", "input") else None)
+            gradient = by_path.get(key) if item.kind in ("parameter", "input") else None
+            result.append(gradient if gradient is None or spec is None else dtensor_of(gradient.contiguous(), spec))
         return (None, *result)
 
 

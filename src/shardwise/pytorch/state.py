@@ -49,13 +49,6 @@ def as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> DTenso
     return DTensor.from_local(piece, mesh, placements(layout), run_check=False, shape=tensor.shape, stride=stride)
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor; its gradient comes back in the same placement. Plain tensors pass."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local(grad_placements=tensor.placements)
-    return tensor
-
-
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
     """(path, table, name in it, tensor) of every parameter and buffer under every name that it has."""
     for prefix, sub in module.named_modules(remove_duplicate=False):

@@ -9,17 +9,12 @@ what it finds on disk under a lock, and the last rename wins with both sets.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
-import json
-import os
-import tempfile
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
+from ..ir import disk
 from ..ir.graph import Graph
 from ..ir.runner import Call, OperatorError, OpRunner, call_of
 from .proxy import format_call, proxy_of
@@ -31,35 +26,18 @@ FORMAT = 3
 """Version of the discovery and of the JSON form; rules of another version are not read."""
 
 
-def cache_dir() -> Path:
-    """$SHARDWISE_CACHE, or `shardwise` in the user's cache folder."""
-    if path := os.environ.get("SHARDWISE_CACHE"):
-        return Path(path)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
-
-
-def checksum(rules: dict) -> str:
-    """Of the canonical JSON of the rules."""
-    return hashlib.sha256(json.dumps(rules, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def read_rules(text: str) -> dict[str, Rule]:
     """Reads the JSON form. Raises ValueError where it is damaged or of another version."""
+    table = disk.decode("rules", text, FORMAT)
     try:
-        data = json.loads(text)
-        if data["format"] != FORMAT:
-            raise ValueError(f"format {data['format']}, expected {FORMAT}")
-        if data["checksum"] != checksum(data["rules"]):
-            raise ValueError("checksum does not match")
-        return {key: Rule.from_dict(value) for key, value in data["rules"].items()}
-    except (KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        return {key: Rule.from_dict(value) for key, value in table.items()}
+    except (KeyError, TypeError, AttributeError, AssertionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def write_rules(rules: dict[str, Rule], framework: str) -> str:
     """The JSON form of a book."""
-    table = {key: rules[key].to_dict() for key in sorted(rules)}
-    return json.dumps({"format": FORMAT, "framework": framework, "checksum": checksum(table), "rules": table}, indent=0)
+    return disk.encode("rules", {key: rules[key].to_dict() for key in sorted(rules)}, FORMAT, framework=framework)
 
 
 @dataclass
@@ -87,7 +65,7 @@ class RuleBook:
 
     def path(self) -> Path:
         """The cache file of this framework version."""
-        return cache_dir() / f"rules-{self.runner.framework}-v{FORMAT}.json"
+        return disk.cache_dir() / f"rules-{self.runner.framework}-v{FORMAT}.json"
 
     def load(self) -> None:
         """Reads the shipped book and the cache, once."""
@@ -106,37 +84,15 @@ class RuleBook:
             self.rules.update(read_rules(text))
 
     def _read_disk(self) -> dict[str, Rule]:
-        path = self.path()
-        try:
-            return read_rules(path.read_text())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            warnings.warn(f"the rule cache {path} is damaged ({error}); it is put aside and rebuilt", stacklevel=2)
-            with contextlib.suppress(OSError):
-                path.rename(path.with_suffix(".damaged"))
-            return {}
+        return disk.read(self.path(), "the rule cache", read_rules) or {}
 
     def save(self) -> None:
-        """Merges into the cache on disk. A disk that cannot be written costs a warning, not the run."""
+        """Merges into the cache on disk, under a lock: ranks may write at the same time."""
         if not self.use_disk:
             return
         path = self.path()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path.with_suffix(".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                merged = self._read_disk() | self.rules
-                handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-                try:
-                    with os.fdopen(handle, "w") as file:
-                        file.write(write_rules(merged, self.runner.framework))
-                    os.replace(name, path)
-                except BaseException:
-                    os.unlink(name)
-                    raise
-        except OSError as error:
-            warnings.warn(f"the rule cache {path} cannot be written ({error}); rules will be found anew", stacklevel=2)
+        with disk.guarded(path, "the rule cache"), disk.locked(path):
+            disk.replace(path, write_rules(self._read_disk() | self.rules, self.runner.framework))
 
     def _proxy(self, call: Call) -> Call | None:
         key = format_call(call)

@@ -1,0 +1,80 @@
+"""Small gradients share a buffer, and nothing waits for a gradient before backward has ended.
+
+The latency of an all-reduce is paid once per buffer instead of once per parameter. A view between an all-reduce and
+the output would make the program wait for it in the middle of backward, so such views move to the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from ..ir.graph import BACKWARD, ITEM_BYTES, Arg, Graph, Node, Ref
+from ..ir.passes import is_view
+
+SMALL_BYTES = 1 << 18
+"""All-reduces up to this size are put together."""
+BUCKET_BYTES = 1 << 20
+"""A buffer is sent when it holds this much. Larger ones start later and hide less."""
+
+
+def late_views(graph: Graph) -> Graph:
+    """Views that only lead to outputs move behind everything else of backward."""
+    read_later: set[str] = set()
+    moved: list[Node] = []
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        names = {v.name for v in node.results if v is not None}
+        if node.phase == BACKWARD and is_view(node) and not names & read_later:
+            moved.append(node)
+            continue
+        kept.append(node)
+        read_later.update(node.operands)
+    return graph.with_nodes((*reversed(kept), *reversed(moved)), "late_views")
+
+
+@dataclass
+class _Bucket:
+    members: list[int] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def bucket_gradients(graph: Graph) -> Graph:
+    """Puts small all-reduces whose results only leave the program into shared buffers."""
+    read = {name for n in graph.nodes if not (n.phase == BACKWARD and is_view(n)) for name in n.operands}
+    open_buckets: dict[tuple[Arg, Arg, str], _Bucket] = {}
+    closed: dict[int, list[int]] = {}
+    for k, node in enumerate(graph.nodes):
+        value = node.results[0] if node.results else None
+        if node.op != "comm.all_reduce" or node.phase != BACKWARD or value is None or value.name in read:
+            continue
+        nbytes = value.numel * ITEM_BYTES.get(value.dtype, 8)
+        if nbytes > SMALL_BYTES:
+            continue
+        key = (node.args[1], node.args[2], value.dtype)
+        bucket = open_buckets.setdefault(key, _Bucket())
+        bucket.members.append(k)
+        bucket.nbytes += nbytes
+        if bucket.nbytes >= BUCKET_BYTES:
+            closed[k] = open_buckets.pop(key).members
+    for bucket in open_buckets.values():
+        closed[bucket.members[-1]] = bucket.members
+    together = {k for members in closed.values() if len(members) > 1 for k in members}
+    nodes: list[Node] = []
+    for k, node in enumerate(graph.nodes):
+        if k not in together:
+            nodes.append(node)
+        elif k in closed:
+            nodes.append(_merged([graph.nodes[m] for m in closed[k]]))
+    return graph.with_nodes(tuple(nodes), "bucket_gradients")
+
+
+def _merged(members: list[Node]) -> Node:
+    """One node for several all-reduces."""
+    refs = tuple(m.args[0] for m in members)
+    assert all(isinstance(r, Ref) for r in refs)
+    return replace(
+        members[-1],
+        op="comm.all_reduce_many",
+        results=tuple(m.results[0] for m in members),
+        args=(refs, members[0].args[1], members[0].args[2]),
+    )

@@ -1,0 +1,123 @@
+"""What the planner finds by itself on described clusters, and that a Plan is data."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise as sw
+from shardwise.api import plan_model
+from shardwise.errors import ConstraintError, InputError, MemoryLimitError
+from shardwise.ir.placement import Shard
+from shardwise.plan.plan import Plan
+
+
+class ConvNorm(nn.Module):
+    """Two convolutions with batch norms in training mode, and a classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.conv2, self.norm2 = nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x, labels):
+        x = F.relu(self.norm1(self.conv1(x)))
+        x = F.relu(self.norm2(self.conv2(x)))
+        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+class Vocabulary(nn.Module):
+    """An embedding and a head over a vocabulary far larger than the width."""
+
+    def __init__(self, words=50_000, width=64):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens, labels):
+        return F.cross_entropy(self.head(self.embed(tokens)), labels)
+
+
+def moved(planned, phases=("forward", "backward")):
+    """(value, elements) of every resharding that communicates."""
+    return [
+        (t.value, planned.graph.values[t.value].numel)
+        for t in planned.plan.transfers
+        if t.phase in phases and any(k not in ("slice", "zero") for k in t.kinds)
+    ]
+
+
+def meta(*shape, dtype=None):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def test_data_parallel_of_conv_and_batch_norm_moves_channels_only():
+    example = (meta(256, 3, 128, 128), meta(256, dtype=torch.long))
+    planned = plan_model(ConvNorm(), example, mesh=(8,), cluster="a100x8", constraints={"input 0": "S0"})
+    assert planned.plan.flops_share == pytest.approx(1 / 8, rel=1e-3)
+    largest_parameter = max(p.numel() for p in ConvNorm().parameters())
+    pooled = 256 * 32
+    assert max(n for _, n in moved(planned)) <= max(largest_parameter, pooled)
+    norms = [(v, n) for v, n in moved(planned, ("forward",)) if n <= 32]
+    assert len(norms) == 4, "two sums of channels per norm"
+
+
+def test_a_cross_entropy_split_over_the_vocabulary_moves_tokens_only():
+    example = (meta(512, dtype=torch.long), meta(512, dtype=torch.long))
+    planned = plan_model(
+        Vocabulary(words=1_000_000), example, mesh=(8,), cluster="a100x8", constraints={"head.weight": "S0", "embed.weight": "S0"}
+    )
+    assert planned.plan.flops_share == pytest.approx(1 / 8, rel=1e-3)
+    assert max(n for _, n in moved(planned)) <= 512 * 64, moved(planned)
+    assert {n for _, n in moved(planned, ("forward",))} <= {512 * 64, 512, 1}
+
+
+def test_a_plan_is_data():
+    plan = sw.plan(ConvNorm(), (meta(64, 3, 32, 32), meta(64, dtype=torch.long)), mesh=(2, 4), cluster="a100x8")
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and again.fingerprint == plan.fingerprint and str(again) == str(plan)
+    assert "head.weight" in plan.explain("head.weight")
+    with pytest.raises(KeyError, match=r"head\.weight"):
+        plan.explain("head.weigth")
+    for broken in ("", "{}", plan.to_json().replace('"S', '"Q'), plan.to_json()[:-40]):
+        if broken != plan.to_json():
+            with pytest.raises(ValueError, match=r".+"):
+                Plan.from_json(broken)
+
+
+def test_planning_is_deterministic():
+    example = (meta(512, dtype=torch.long), meta(512, dtype=torch.long))
+    prints = {sw.plan(Vocabulary(), example, mesh=(2, 4), cluster="a100x8").fingerprint for _ in range(3)}
+    assert len(prints) == 1
+
+
+def test_a_memory_limit_splits_the_parameters_and_names_the_least():
+    example = (meta(512, dtype=torch.long), meta(512, dtype=torch.long))
+    free = sw.plan(Vocabulary(), example, mesh=(8,), cluster="a100x8")
+    with pytest.raises(MemoryLimitError, match="the least that would do") as caught:
+        sw.plan(Vocabulary(), example, mesh=(8,), cluster="a100x8", memory_limit=1000)
+    least = caught.value.least_bytes
+    enough = sw.plan(Vocabulary(), example, mesh=(8,), cluster="a100x8", memory_limit=int(least * 1.01) + 1)
+    assert enough.peak_bytes <= least * 1.01 + 1
+    middle = (least + free.peak_bytes) // 2
+    tight = sw.plan(Vocabulary(), example, mesh=(8,), cluster="a100x8", memory_limit=middle)
+    assert tight.peak_bytes <= middle and tight.seconds >= free.seconds * (1 - 1e-9)
+
+
+def test_wishes_are_kept_or_refused():
+    example = (meta(64, 3, 32, 32), meta(64, dtype=torch.long))
+    plan = sw.plan(ConvNorm(), example, mesh=(8,), cluster="a100x8", constraints={"head.weight": "S1"})
+    assert plan.layouts["head.weight"] == (Shard(1),)
+    for wish, error in (({"head.weight": "S7"}, ConstraintError), ({"head.weight": "Q"}, InputError)):
+        with pytest.raises(error, match=r"head\.weight"):
+            sw.plan(ConvNorm(), example, mesh=(8,), cluster="a100x8", constraints=wish)
+    with pytest.raises(InputError, match="8"):
+        sw.plan(ConvNorm(), example, mesh=(3,), cluster="a100x8")
+
+
+def test_without_a_mesh_the_planner_chooses_its_shape():
+    example = (meta(512, dtype=torch.long), meta(512, dtype=torch.long))
+    chosen = sw.plan(Vocabulary(words=5_000), example, cluster="a100x8")
+    assert torch.Size(chosen.mesh).numel() == 8
+    for shape in ((8,), (2, 4)):
+        assert chosen.seconds <= sw.plan(Vocabulary(words=5_000), example, mesh=shape, cluster="a100x8").seconds
