@@ -39,17 +39,29 @@ def memory_bytes(limit: int | str | None) -> int | None:
         raise InputError(f"memory_limit: expected bytes or a size such as '40GiB', got {limit!r}") from None
 
 
-def _constraints(constraints: Constraints | None, axes: int) -> tuple[tuple[str, Layout], ...]:
+def _constraints(
+    constraints: Constraints | None, shapes: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[tuple[str, Layout], ...], tuple[tuple[int, ...], ...]]:
+    """The wishes, and those of the mesh shapes that have as many axes as they speak of."""
+    if constraints is not None and not isinstance(constraints, Mapping):
+        raise InputError(
+            f"constraints: expected a dictionary such as {{'fc.weight': 'S0'}}, got {type(constraints).__name__}"
+        )
     found = []
     for path, text in (constraints or {}).items():
         try:
             layout = parse_layout(text)
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise InputError(f"constraints[{path!r}]: {error}") from None
-        if len(layout) != axes:
-            raise InputError(f"constraints[{path!r}]: {text} has {len(layout)} axes but the mesh has {axes}")
+        left = tuple(s for s in shapes if len(s) == len(layout))
+        if not left:
+            raise InputError(
+                f"constraints[{path!r}]: {text} has {len(layout)} axes, the mesh has {len(shapes[0])}; write one "
+                "placement per axis, such as '[S0, R]' on two, or choose the mesh with mesh="
+            )
+        shapes = left
         found.append((path, layout))
-    return tuple(found)
+    return tuple(found), shapes
 
 
 def _cluster(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
@@ -104,9 +116,8 @@ def plan_model(
     assert found is not None
     shapes = mesh_shapes(mesh, found.world_size) or found.mesh_shapes()
     program = capture(module, _example(example), example_kwargs)
-    request = Request(
-        found, shapes, memory_bytes(memory_limit), _constraints(constraints, len(shapes[0])), progress=progress
-    )
+    wishes, shapes = _constraints(constraints, shapes)
+    request = Request(found, shapes, memory_bytes(memory_limit), wishes, progress=progress)
     return plan_program(program, request)
 
 
@@ -158,12 +169,6 @@ def parallelize(
     program = together("capturing the example", lambda: capture(module, *call.global_arguments(rows), device=device))
     check_state(module)
     measured = described or known_cluster(device, refresh=cluster == MEASURE)
-    request = Request(
-        measured,
-        shapes or measured.mesh_shapes(),
-        memory_bytes(memory_limit),
-        _constraints(constraints, len((shapes or ((1,),))[0])),
-        call.sharded,
-        progress,
-    )
+    wishes, shapes = _constraints(constraints, shapes or measured.mesh_shapes())
+    request = Request(measured, shapes, memory_bytes(memory_limit), wishes, call.sharded, progress)
     return distribute(module, call, rows, program, request, mesh, device, batch)

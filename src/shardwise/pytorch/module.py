@@ -31,7 +31,7 @@ from .keys import Key, mark, module_key
 from .materialise import materialise
 from .optimizers import retire
 from .program import LocalProgram
-from .state import add_hooks, as_dtensor, place_state, placements, plain_copy
+from .state import add_hooks, as_dtensor, place_state, placements, plain_copy, tensors_of
 from .world import control_group, lost_ranks, world_size
 
 log = logging.getLogger("shardwise")
@@ -269,6 +269,11 @@ def install(module: nn.Module, runtime: Runtime, call: Call, rows: int, program:
     """Makes the module parallel in place: DTensor parameters, the planned forward, the same class name."""
     mesh = runtime.mesh
     whole: Layout = (R,) * len(runtime.shape)
+    first: dict[int, str] = {}
+    for path, _, _, tensor in tensors_of(module):  # a tied parameter lies as the name that the graph has for it
+        name = first.setdefault(id(tensor), path)
+        if name in runtime.layouts:
+            runtime.layouts[path] = runtime.layouts[name]
 
     def place(path: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if mesh is None else as_dtensor(tensor, mesh, runtime.layouts.get(path, whole))
