@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # torch's table of decompositions: `torch.export` offers only the part of it that ends in core ATen.
@@ -50,6 +51,7 @@ __all__ = [
     "current_tracer",
     "make_fx",
     "registered_decomposition",
+    "top_saved_tensors_hooks",
     "unwrap_functional",
 ]
 
@@ -71,6 +73,11 @@ def unwrap_functional(tensor: Tensor) -> Tensor:
     lies inside it. torch passes a decomposition its operands unwrapped, but the seed is not among them.
     """
     return mb_unwrap_functional_tensor(tensor) if isinstance(tensor, FunctionalTensor) else tensor
+
+
+def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The innermost hooks for saved tensors (pack, unpack), which have no public reader; also while tracing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def current_tracer() -> object | None:
