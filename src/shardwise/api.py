@@ -44,23 +44,25 @@ def memory_bytes(limit: int | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class Wishes:
-    """Placements that the user fixes or forbids, by path."""
+    """Placements that the user fixes or forbids, by path, and the mesh shapes that have as many axes as they name."""
 
-    fixed: tuple[tuple[str, Layout], ...] = ()
-    forbidden: tuple[tuple[str, Layout], ...] = ()
+    fixed: tuple[tuple[str, Layout], ...]
+    forbidden: tuple[tuple[str, Layout], ...]
+    shapes: tuple[tuple[int, ...], ...]
 
 
-def _wishes(constraints: Constraints | None, shapes: tuple[tuple[int, ...], ...] | None, program: Program) -> Wishes:
+def _wishes(constraints: Constraints | None, shapes: tuple[tuple[int, ...], ...], program: Program) -> Wishes:
     """Reads `constraints`. Raises InputError naming the path for what is no layout, or for a path that is unknown."""
-    if not constraints:
-        return Wishes()
-    if shapes is None or len(shapes) != 1:
-        raise InputError("constraints: name the mesh too, for example mesh=(2, 4): a layout has a placement per axis")
+    if constraints is not None and not isinstance(constraints, Mapping):
+        raise InputError(
+            f"constraints: expected a dictionary such as {{'fc.weight': 'S0'}}, got {type(constraints).__name__}"
+        )
     graph = program.graph
     known = [i.path for i in graph.inputs_of("parameter", "buffer")]
-    known += [f"input {i.path}" for i in graph.inputs_of("input")] + [f"output {o.path}" for o in graph.outputs]
+    known += [f"input {i.path}" for i in graph.inputs_of("input")]
+    known += [f"output {o.path}" for o in graph.outputs_of("output")]
     fixed, forbidden = [], []
-    for path, text in constraints.items():
+    for path, text in (constraints or {}).items():
         if path not in known:
             close = ", ".join(get_close_matches(str(path), known, 3)) or "input 0, output 0 or a parameter's name"
             raise InputError(f"constraints: the model has no {path!r}; try {close}")
@@ -68,10 +70,15 @@ def _wishes(constraints: Constraints | None, shapes: tuple[tuple[int, ...], ...]
             layout = parse_layout(str(text).removeprefix("!"))
         except ValueError as error:
             raise InputError(f"constraints[{path!r}]: {error}") from None
-        if len(layout) != len(shapes[0]):
-            raise InputError(f"constraints[{path!r}]: {text} has {len(layout)} axes but the mesh has {len(shapes[0])}")
+        left = tuple(s for s in shapes if len(s) == len(layout))
+        if not left:
+            raise InputError(
+                f"constraints[{path!r}]: {text} has {len(layout)} axes, the mesh has {len(shapes[0])}; write one "
+                "placement per axis, such as '[S0, R]' on two, or choose the mesh with mesh="
+            )
+        shapes = left
         (forbidden if str(text).startswith("!") else fixed).append((path, layout))
-    return Wishes(tuple(fixed), tuple(forbidden))
+    return Wishes(tuple(fixed), tuple(forbidden), shapes)
 
 
 def _cluster(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
@@ -126,8 +133,9 @@ def plan_model(
     assert found is not None
     shapes = mesh_shapes(mesh, found.world_size) or found.mesh_shapes()
     program = capture(module, _example(example), example_kwargs)
-    wishes = _wishes(constraints, mesh_shapes(mesh, found.world_size), program)
-    request = Request(found, shapes, memory_bytes(memory_limit), wishes.fixed, wishes.forbidden, progress=progress)
+    wishes = _wishes(constraints, shapes, program)
+    limit = memory_bytes(memory_limit)
+    request = Request(found, wishes.shapes, limit, wishes.fixed, wishes.forbidden, progress=progress)
     return plan_program(program, request)
 
 
@@ -188,14 +196,7 @@ def parallelize(
     program = together("capturing the example", lambda: capture(module, *call.global_arguments(rows), device=device))
     check_state(module)
     measured = described or known_cluster(device, refresh=cluster == MEASURE)
-    wishes = _wishes(constraints, shapes, program)
-    request = Request(
-        measured,
-        shapes or measured.mesh_shapes(),
-        memory_bytes(memory_limit),
-        wishes.fixed,
-        wishes.forbidden,
-        call.sharded,
-        progress,
-    )
+    wishes = _wishes(constraints, shapes or measured.mesh_shapes(), program)
+    limit = memory_bytes(memory_limit)
+    request = Request(measured, wishes.shapes, limit, wishes.fixed, wishes.forbidden, call.sharded, progress)
     return distribute(module, call, rows, program, request, mesh, device, batch)

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import importlib.util
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -185,8 +186,8 @@ def plan(
     save
         Write the plan as JSON into this file.
     """
-    module, args, kwargs = load_model(model)
-    with _stages() as progress:
+    with _strangers_to_stderr(), _stages() as progress:
+        module, args, kwargs = load_model(model)
         found = plan_model(
             module,
             args,
@@ -224,8 +225,8 @@ def rules(model: str, *, as_json: Json = False) -> int:
     model
         FILE:FUNCTION; FUNCTION returns (model, args) or (model, args, kwargs). The model may be on the meta device.
     """
-    module, args, kwargs = load_model(model)
-    with _stages() as progress:
+    with _strangers_to_stderr(), _stages() as progress:
+        module, args, kwargs = load_model(model)
         found = rules_of(module, args, example_kwargs=kwargs, progress=progress)
     rows = rule_rows(found.graph, found.rules)
     whole = sorted({op for op, _, _, _ in rows} - {op for op, text, _, _ in rows if text != "replicated only"})
@@ -307,6 +308,20 @@ def _progress(console: Console) -> Progress:
 
 
 @contextlib.contextmanager
+def _strangers_to_stderr() -> Iterator[None]:
+    """Standard output is for results: what the user's file or the solver prints goes to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
 def _stages() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on standard error for every stage that reports."""
     names = {"rules": "finding rules", "plan": "planning"}
@@ -324,7 +339,7 @@ def _stages() -> Iterator[Callable[[str, int, int], None]]:
 def main() -> None:
     """The entry point: one clear line for every error that we raise on purpose."""
     try:
-        code = app()
+        code = app(sys.argv[1:])
     except ShardwiseError as error:
         err.print(f"{type(error).__name__}: {error}", markup=False, style="red")
         code = 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import signal
 import socket
@@ -75,9 +76,10 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """The largest relative difference of a loss."""
+        """The largest relative difference of a loss; infinite where one is no number."""
         pairs = zip(self.parallel.losses, self.single.losses, strict=True)
-        return max(abs(a - b) / abs(b) for a, b in pairs)
+        found = [abs(a - b) / abs(b) for a, b in pairs]
+        return max(found) if all(map(math.isfinite, found)) else math.inf
 
     @property
     def fall(self) -> float:

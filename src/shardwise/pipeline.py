@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .cluster import Cluster
 from .errors import same_error
-from .ir.graph import Graph, Node
+from .ir.graph import Graph, Input, Node, Output
 from .ir.passes import recompute, without_sources
 from .ir.runner import call_of
 from .ir.text import format_graph, parse_graph
-from .plan.plan import Plan, make_plan
+from .plan.plan import Plan, make_plan, whole
 from .plan.planner import Outcome, optimise
 from .plan.problem import Problem, Settings, build_problem
 from .plan.reshard import Resharding
@@ -203,7 +203,26 @@ def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgr
         what = prune(planned.graph, planned.rules, planned.plan, absent)
         return bucket_gradients(late_views(lower(*what, resharding, runtime.coords)))
 
-    return make_local(planned.program, planned.plan, lowered, runtime.coords, runtime.groups, runtime.device)
+    gathers = dict(_gathers(planned, resharding, runtime.coords))
+    return make_local(planned.program, planned.plan, lowered, runtime.coords, runtime.groups, runtime.device, gathers)
+
+
+def _gathers(planned: Planned, resharding: Resharding, coords: tuple[int, ...]) -> Iterator[tuple[str, Graph]]:
+    """(path, program that makes it whole) of every output that lies in pieces."""
+    plan, values = planned.plan, planned.graph.values
+    for output, (kind, path, layout) in zip(planned.graph.outputs, plan.outputs):
+        if kind != "output" or output.name is None or layout is None or layout == whole(plan.mesh):
+            continue
+        value = replace(values[output.name], alias=None, stride=None)
+        graph = Graph((Input(value, "input", "0"),), (), (Output(value.name, "output", "0"),), f"gather_{value.name}")
+        here = replace(
+            plan,
+            inputs=(("input", "0", layout),),
+            outputs=(("output", "0", whole(plan.mesh)),),
+            nodes=(),
+            kept=(),
+        )
+        yield path, lower(graph, (), here, resharding, coords)
 
 
 def builder(request: Request) -> Build:

@@ -1,10 +1,10 @@
 """The plans under which every model must equal one process, and the run of a model under one of them.
 
-    machine     chosen for the ranks as they are measured
-    fast        chosen for a described cluster whose links are 1,000 times faster
-    batch       every input cut in rows, every parameter whole
-    parameters  every parameter cut along its largest dim
-    random      drawn from a seed, replicating only what cannot be split
+machine     chosen for the ranks as they are measured
+fast        chosen for a described cluster whose links are 1,000 times faster
+batch       every input cut in rows, every parameter whole
+parameters  every parameter cut along its largest dim
+random      drawn from a seed, replicating only what cannot be split
 """
 
 from __future__ import annotations

@@ -160,13 +160,9 @@ def expected_rows(total: int, mesh: tuple[int, ...]) -> list[int]:
     return found
 
 
-def rebalance(
-    tensor: torch.Tensor, have: list[int], want: list[int], ranks: list[int], group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def rebalance(tensor: torch.Tensor, have: list[int], want: list[int], ranks: list[int]) -> torch.Tensor:
     """This rank's rows of the same batch, cut as `want` says. `ranks` are those of the devices in mesh order."""
-    if have == want or group is None:
-        return tensor
-    me = ranks.index(dist.get_rank(group))
+    me = ranks.index(dist.get_rank())
 
     def overlap(a: int, b: int) -> int:
         """Rows that device a has and device b wants."""
@@ -183,6 +179,6 @@ def rebalance(
     mine = list(torch.split(wire, [overlap(me, k) for k in range(len(ranks))]))
     out = wire.new_empty((want[me], *wire.shape[1:]))
     with lost_ranks("the ranks evened out the rows of a batch"):
-        dist.all_to_all_single(out, torch.cat([mine[position[r]] for r in range(len(ranks))]), receives, sends, group)
+        dist.all_to_all_single(out, torch.cat([mine[position[r]] for r in range(len(ranks))]), receives, sends)
     pieces = dict(zip(range(len(ranks)), torch.split(out, receives)))
     return torch.cat([pieces[r] for r in ranks]).to(tensor.dtype)

@@ -27,6 +27,7 @@ from torch._ops import OpOverload  # the type of an operator in a captured graph
 # Fake tensors: shapes without memory. torch.export uses them under the same names.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, mb_unwrap_functional_tensor
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,8 +50,11 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "arguments_of",
     "current_tracer",
+    "dtensor_of",
+    "local_of",
     "make_fx",
     "registered_decomposition",
+    "spec_of",
     "top_saved_tensors_hooks",
     "unwrap_functional",
 ]
@@ -78,6 +82,24 @@ def unwrap_functional(tensor: Tensor) -> Tensor:
 def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
     """The innermost hooks for saved tensors (pack, unpack), which have no public reader; also while tracing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, without a node of autograd; others pass.
+
+    The public `to_local` makes one, and DTensor's own way back builds a new spec each time: 60 us a parameter.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def spec_of(tensor: Tensor) -> Any:
+    """What a DTensor knows of itself beside its local tensor; None for others."""
+    return tensor._spec if isinstance(tensor, DTensor) else None
+
+
+def dtensor_of(local: Tensor, spec: Any) -> DTensor:
+    """A DTensor of a known spec, such as a gradient of its parameter's."""
+    return DTensor(local, spec, requires_grad=False)
 
 
 def current_tracer() -> object | None:

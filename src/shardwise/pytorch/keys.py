@@ -96,6 +96,7 @@ def module_key(module: nn.Module) -> Key:
     text = walk.text
     stack: list[tuple[str, nn.Module]] = [("", module)]
     done: set[int] = set()
+    ties: dict[int, int] = {}
     while stack:
         name, sub = stack.pop()
         if id(sub) in done:
@@ -103,10 +104,15 @@ def module_key(module: nn.Module) -> Key:
             continue
         done.add(id(sub))
         fields = sub.__dict__
+        walk.identity(sub, "")
         parts += (name, type(sub).__qualname__, fields["training"])
         parts += [(k, text(v)) for k, v in fields.items() if k not in _OWN]
         for key, tensor in fields["_parameters"].items():
-            parts.append(key if tensor is None else (key, tensor.requires_grad, tensor.dtype))
+            if tensor is None:
+                parts.append(key)
+                continue
+            # The number tells which names are tied to one parameter.
+            parts.append((key, tensor.requires_grad, tensor.dtype, ties.setdefault(id(tensor), len(ties))))
         for key, tensor in fields["_buffers"].items():
             parts.append(key if tensor is None else (key, tensor.dtype))
         if sub is not module:  # the module's own hooks run around the program, not in it

@@ -8,6 +8,7 @@ class. Programs are captured when first needed, one per key (see `keys.py`), thr
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import logging
 import warnings
@@ -25,11 +26,12 @@ from ..ir.placement import Layout, R
 from ..plan.plan import Plan
 from .agreement import Council, Statement, checksum
 from .call import Call, describe
+from .compat import local_of
 from .keys import Key, mark, module_key
 from .materialise import materialise
 from .optimizers import retire
 from .program import LocalProgram
-from .state import add_hooks, as_dtensor, place_state, placements, plain_copy
+from .state import add_hooks, as_dtensor, place_state, placements, plain_copy, tensors_of
 from .world import control_group, lost_ranks, world_size
 
 log = logging.getLogger("shardwise")
@@ -141,7 +143,7 @@ class Runtime:
                 )
         return found
 
-    def local(self, epoch: int, path: str) -> torch.Tensor:
+    def tensor(self, epoch: int, path: str) -> torch.Tensor:
         """The parameter or buffer at a path. Raises InputError where it is not what parallelize put there."""
         table, name = self.tables[epoch][path]
         tensor = table[name]
@@ -200,7 +202,9 @@ class ParallelModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled, for `torch.save(model)`, it is the plain module with whole tensors. Every rank must save."""
-        return plain_copy(self, self._shardwise.original).__reduce_ex__(protocol)
+        plain = plain_copy(self, self._shardwise.original)
+        # The form that names the class: pickle refuses the newer one, since this object is of another class.
+        return copyreg._reconstructor, (type(plain), object, None), plain.__getstate__()  # type: ignore[attr-defined]
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -226,7 +230,7 @@ def run(module: ParallelModule, args: tuple, kwargs: dict[str, Any]) -> Any:
     program = runtime.find((agreed.epochs, call.key(rows).shared), module, call, rows)
     call.even_out(agreed.rows, runtime.mesh)
     seed = torch.full((), agreed.seed, dtype=torch.int64, device=runtime.device)
-    state = functools.partial(runtime.local, statement.epoch)
+    state = functools.partial(runtime.tensor, statement.epoch)
     with lost_ranks(f"{runtime.original.__name__} ran forward"):
         out, changes = program.run(state, call.tensors, seed)
     with torch.no_grad():
@@ -234,8 +238,7 @@ def run(module: ParallelModule, args: tuple, kwargs: dict[str, Any]) -> Any:
             if path.startswith("input "):
                 call.given[int(path.removeprefix("input "))].copy_(value)
             else:
-                stored = state(path)
-                (stored.to_local() if isinstance(stored, DTensor) else stored).copy_(value)
+                local_of(state(path)).copy_(value)
     return out
 
 
@@ -266,6 +269,11 @@ def install(module: nn.Module, runtime: Runtime, call: Call, rows: int, program:
     """Makes the module parallel in place: DTensor parameters, the planned forward, the same class name."""
     mesh = runtime.mesh
     whole: Layout = (R,) * len(runtime.shape)
+    first: dict[int, str] = {}
+    for path, _, _, tensor in tensors_of(module):  # a tied parameter lies as the name that the graph has for it
+        name = first.setdefault(id(tensor), path)
+        if name in runtime.layouts:
+            runtime.layouts[path] = runtime.layouts[name]
 
     def place(path: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if mesh is None else as_dtensor(tensor, mesh, runtime.layouts.get(path, whole))

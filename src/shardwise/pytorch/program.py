@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ..ir.graph import Graph, Input
+from ..errors import UnsupportedError
+from ..ir.graph import Graph, Input, Output
 from ..plan.plan import Plan
 from ..spmd.split import Phases, split
 from .capture import TENSOR, Program
+from .compat import dtensor_of, local_of, spec_of
 from .execute import Compiled, compile_graph
 from .operators import dtype_of
+from .outputs import GlobalOutput
 from .state import local_piece
+from .world import lost_ranks
 
 
 @dataclass
@@ -35,12 +38,20 @@ class LocalProgram:
     device: torch.device
     without: Callable[[frozenset[str]], Graph]
     """The lowered graph without the tangents of the outputs at these paths."""
+    gathers: dict[str, Compiled]
+    """Path of an output that lies in pieces -> the program that makes it whole."""
     pruned: dict[frozenset[str], tuple[Graph, Compiled]] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
         """The captured graph."""
         return self.program.graph
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Path of an output -> its global shape."""
+        values = self.graph.values
+        return {o.path: values[o.name].shape for o in self.graph.outputs_of("output") if o.name is not None}
 
     def run(self, state: Callable[[str], torch.Tensor], leaves: list[torch.Tensor], seed: torch.Tensor) -> Any:
         """One call. `state` gives a parameter or buffer, plain or DTensor, by its path; `leaves` are the local input
@@ -63,6 +74,18 @@ class LocalProgram:
         out = [results[str(next(computed))] if x is TENSOR else x for x in self.program.out_leaves]
         return pytree.tree_unflatten(out, self.program.out_spec), changes
 
+    def stand_in(self, output: Output, piece: torch.Tensor | None) -> torch.Tensor | None:
+        """An output that lies in pieces, as a tensor of the global shape that is gathered when first used."""
+        gather = self.gathers.get(output.path) if output.kind == "output" else None
+        if gather is None or piece is None or output.name is None:
+            return piece
+
+        def whole(piece: torch.Tensor) -> torch.Tensor:
+            found = gather.call([piece])[0]
+            assert found is not None
+            return found
+
+        return GlobalOutput.of(piece, self.shapes[output.path], whole)
 
     def local_input(self, item: Input, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's piece of an input that it was given whole."""
@@ -87,18 +110,17 @@ class _Step(torch.autograd.Function):
     """Forward and backward of a program as one node of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, program: LocalProgram, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, program: LocalProgram, *given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         forward = program.phases.forward
-        ctx.stored = [
-            (t.device_mesh, t.placements, t.shape, t.stride()) if isinstance(t, DTensor) else None for t in tensors
-        ]
-        local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-        tensors = tuple(program.local_input(i, t) for i, t in zip(forward.inputs, local))
+        # DTensors are opened here and closed in backward by hand: to_local() would cost 60 us a parameter and step.
+        tensors = [program.local_input(i, local_of(t)) for i, t in zip(forward.inputs, given)]
+        ctx.specs = [spec_of(t) for t in given]
         results = program.forward.call(list(tensors))
         count = len(forward.outputs_of("output", "mutation"))
         outputs = results[:count]
-        given = {id(t) for t in tensors}
-        outputs = [t.clone() if t is not None and (id(t) in given or t._is_view()) else t for t in outputs]
+        own = {id(t) for t in tensors}
+        outputs = [t.clone() if t is not None and (id(t) in own or t._is_view()) else t for t in outputs]
+        outputs = [program.stand_in(o, t) for o, t in zip(forward.outputs, outputs)]
         ctx.program = program
         ctx.set_materialize_grads(False)
         if program.backward is not None:
@@ -117,8 +139,12 @@ class _Step(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # with create_graph=True alone
+            raise UnsupportedError(
+                "a planned program has no second derivative: create_graph=True is not possible through a parallelized "
+                "module. Compute what needs it (a gradient penalty) with the plain module"
+            )
         program: LocalProgram = ctx.program
         phases, forward = program.phases, program.phases.forward
         table = dict(zip((*phases.saved, *phases.saved_inputs), ctx.saved_tensors))
@@ -140,22 +166,15 @@ class _Step(torch.autograd.Function):
             else:
                 inputs.append(table[item.value.name])
         del table
-        found = compiled.call(inputs)
+        with lost_ranks("backward ran"):
+            found = compiled.call(inputs)
         by_path = {o.path: t for o, t in zip(graph.outputs, found)}
         result = []
-        for item, stored in zip(forward.inputs, ctx.stored):
+        for item, spec in zip(forward.inputs, ctx.specs):
             key = f"input {item.path}" if item.kind == "input" else item.path
             gradient = by_path.get(key) if item.kind in ("parameter", "input") else None
-            result.append(_like(gradient, stored))
+            result.append(gradient if gradient is None or spec is None else dtensor_of(gradient.contiguous(), spec))
         return (None, *result)
-
-
-def _like(gradient: torch.Tensor | None, stored: Any) -> torch.Tensor | None:
-    """A local gradient as what its parameter is: `stored` says how a DTensor lies, None that it is plain."""
-    if gradient is None or stored is None:
-        return gradient
-    mesh, placements, shape, stride = stored
-    return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def make_local(
@@ -165,9 +184,15 @@ def make_local(
     coords: tuple[int, ...],
     groups: tuple[dist.ProcessGroup | None, ...],
     device: torch.device,
+    gathers: dict[str, Graph],
 ) -> LocalProgram:
-    """Splits and compiles a lowered graph. `lowered` makes it without the tangents of the outputs at some paths."""
+    """Splits and compiles a lowered graph.
+
+    `lowered` makes it without the tangents of the outputs at some paths; `gathers` makes outputs that lie in pieces
+    whole, by their paths.
+    """
     phases = split(lowered(frozenset()))
     forward = compile_graph(phases.forward, groups, device)
     backward = None if phases.backward is None else compile_graph(phases.backward, groups, device)
-    return LocalProgram(program, plan, phases, forward, backward, coords, groups, device, lowered)
+    made = {path: compile_graph(graph, groups, device) for path, graph in gathers.items()}
+    return LocalProgram(program, plan, phases, forward, backward, coords, groups, device, lowered, made)

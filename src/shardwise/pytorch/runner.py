@@ -79,7 +79,7 @@ class TorchRunner:
             owners = [k for k, t in enumerate(tensors) if result is not None and _shares(t, result)]
             if result is None or not owners or not _reads_as_it_is(tensors[owners[0]], result):
                 return None
-            found.append(ViewOf(owners[0], tuple(result.shape), tuple(result.stride()), result.storage_offset()))
+            found.append(ViewOf(owners[0], tuple(result.shape), tuple(result.stride()), int(result.storage_offset())))
         return tuple(found)
 
     def decompose(self, call: Call) -> Graph | None:
@@ -106,7 +106,7 @@ def _poison(tensors: Sequence[torch.Tensor | None]) -> None:
     its result unwritten or read past an operand: it would find the right numbers of the run before."""
     for tensor in tensors:
         if tensor is not None and tensor.layout == torch.strided:
-            tensor.untyped_storage().fill_(0xFF)
+            tensor.untyped_storage().fill_(0xFF)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _reads_as_it_is(operand: torch.Tensor, view: torch.Tensor) -> bool:

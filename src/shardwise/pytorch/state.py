@@ -110,10 +110,17 @@ def load_pre_hook(
                 continue
             if isinstance(given, DTensor):
                 if given.device_mesh == own.device_mesh and given.placements == own.placements:
-                    continue
+                    if not local_metadata.get("assign_to_params_buffers"):
+                        continue
                 given = given.full_tensor()
-            given = given.to(own.to_local().device)
-            state_dict[prefix + name] = as_dtensor(given, own.device_mesh, stored_layout(own))
+            piece = as_dtensor(given.to(own.to_local().device), own.device_mesh, stored_layout(own))
+            if local_metadata.get("assign_to_params_buffers") and given.dtype == own.dtype:
+                # Written in place, and then assigned to itself: tied parameters stay one, and optimizers keep theirs.
+                with torch.no_grad():
+                    own.copy_(piece)
+                state_dict[prefix + name] = own
+            else:
+                state_dict[prefix + name] = piece
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,9 @@ def control_group() -> dist.ProcessGroup | None:
         return None
     if "gloo" in str(dist.get_backend_config()):
         return dist.group.WORLD
-    return dist.new_group(backend="gloo")
+    made = dist.new_group(backend="gloo")
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def make_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh | None:
