@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # torch's table of decompositions: `torch.export` offers only the part of it that ends in core ATen.
@@ -59,6 +60,7 @@ __all__ = [
     "size_arguments",
     "spec_of",
     "storage_key",
+    "top_saved_tensors_hooks",
     "unwrap_functional",
 ]
 
@@ -100,6 +102,11 @@ def unwrap_functional(tensor: Tensor) -> Tensor:
     lies inside it. torch passes a decomposition its operands unwrapped, but the seed is not among them.
     """
     return mb_unwrap_functional_tensor(tensor) if isinstance(tensor, FunctionalTensor) else tensor
+
+
+def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The innermost hooks for saved tensors (pack, unpack), which have no public reader; also while tracing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def local_of(tensor: Tensor) -> Tensor:
