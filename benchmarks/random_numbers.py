@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
-import platform
 import statistics
 import subprocess
 import tempfile
@@ -25,12 +23,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.harness import Row, Target, run
 from shardwise.pytorch import random as R
 from shardwise.pytorch.random import generator, kernel
 
 SHAPE = (1500, 1000)
 N = SHAPE[0] * SHAPE[1]
 P = 0.9
+RATIO = "our dropout over native dropout, 1.5M elements"
 COMPILED = ("nothing", "splitmix64", "squares64", "philox4x32_10", "philox4x32_10_paired", "threefry2x64_20")
 
 
@@ -137,12 +137,8 @@ def measure(calls: dict[str, Callable[[], object]], repetitions: int) -> dict[st
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--threads", type=int, default=1, help="one, so that generators are compared, not schedulers")
-    options = parser.parse_args()
+def measure_all(options: argparse.Namespace) -> tuple[list[Row], dict[str, float | None]]:
+    """Milliseconds of every candidate."""
     torch.set_num_threads(options.threads)
     has_kernel = R.prepare()
     with tempfile.TemporaryDirectory() as folder:
@@ -150,31 +146,13 @@ def main() -> None:
         calls |= {f"mask, torch int64: {name}": call for name, call in torch_candidates().items()}
         calls |= operator_rows()
         times = measure(calls, 7 if options.quick else 31)
-    ratio = times["our dropout"] / times["torch native_dropout"]
-    targets = [
-        {
-            "name": "our dropout over native dropout, 1.5M elements",
-            "value": ratio if has_kernel else None,
-            "limit": 1.0,
-            "sense": "<=",
-            "met": ratio <= 1.0 if has_kernel else None,
-            "modelled": False,
-        }
-    ]
-    machine = {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": options.threads,
-        "torch": torch.__version__,
-        "kernel": has_kernel,
-    }
-    for name, value in times.items():
-        print(f"{name:40} {value:9.2f} ms")
-    print(f"our dropout / native dropout: {ratio:.2f}")
-    if options.json:
-        rows = [{"name": name, "elements": N, "ms": value} for name, value in times.items()]
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows, "targets": targets}, indent=2) + "\n")
+    rows = [{"name": name, "elements": N, "ms": value, "kernel": has_kernel} for name, value in times.items()]
+    return rows, {RATIO: times["our dropout"] / times["torch native_dropout"] if has_kernel else None}
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=1, help="one, so that generators are compared, not schedulers")
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, (Target(RATIO, 1.0),), measure_all, _options)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from .cluster import Cluster
 from .errors import InputError
+from .ir.passes import recompute_views
 from .ir.placement import Layout, parse_layout
-from .pipeline import Planned, Request, distribute, plan_program, silent
+from .pipeline import Planned, Request, Ruled, distribute, find_rules, plan_program, silent
 from .plan.plan import Plan
 from .pytorch.call import describe_example
-from .pytorch.capture import capture
+from .pytorch.capture import Program, capture
 from .pytorch.known import known_cluster
 from .pytorch.module import check_module
 from .pytorch.state import check_state
@@ -39,29 +42,44 @@ def memory_bytes(limit: int | str | None) -> int | None:
         raise InputError(f"memory_limit: expected bytes or a size such as '40GiB', got {limit!r}") from None
 
 
-def _constraints(
-    constraints: Constraints | None, shapes: tuple[tuple[int, ...], ...]
-) -> tuple[tuple[tuple[str, Layout], ...], tuple[tuple[int, ...], ...]]:
-    """The wishes, and those of the mesh shapes that have as many axes as they speak of."""
-    if constraints is not None and not isinstance(constraints, Mapping):
+@dataclass(frozen=True)
+class Wishes:
+    """Placements that the user fixes or forbids, by path, and the mesh shapes that have as many axes."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    fixed: tuple[tuple[str, Layout], ...] = ()
+    forbidden: tuple[tuple[str, Layout], ...] = ()
+
+
+def _wishes(constraints: Constraints | None, shapes: tuple[tuple[int, ...], ...], program: Program) -> Wishes:
+    """Reads `constraints`. Raises InputError naming the path for what is no layout, or for a path that is unknown."""
+    if constraints is None:
+        return Wishes(shapes)
+    if not isinstance(constraints, Mapping):
         raise InputError(
             f"constraints: expected a dictionary such as {{'fc.weight': 'S0'}}, got {type(constraints).__name__}"
         )
-    found = []
-    for path, text in (constraints or {}).items():
+    graph = program.graph
+    known = [i.path for i in graph.inputs_of("parameter", "buffer")]
+    known += [f"input {i.path}" for i in graph.inputs_of("input")] + [f"output {o.path}" for o in graph.outputs]
+    fixed, forbidden = [], []
+    for path, text in constraints.items():
+        if path not in known:
+            close = ", ".join(get_close_matches(str(path), known, 3)) or "input 0, output 0 or a parameter's name"
+            raise InputError(f"constraints: the model has no {path!r}; try {close}")
         try:
-            layout = parse_layout(text)
-        except (ValueError, TypeError, AttributeError) as error:
+            layout = parse_layout(str(text).removeprefix("!"))
+        except ValueError as error:
             raise InputError(f"constraints[{path!r}]: {error}") from None
         left = tuple(s for s in shapes if len(s) == len(layout))
         if not left:
             raise InputError(
-                f"constraints[{path!r}]: {text} has {len(layout)} axes, the mesh has {len(shapes[0])}; write one "
-                "placement per axis, such as '[S0, R]' on two, or choose the mesh with mesh="
+                f"constraints[{path!r}]: {text} has {len(layout)} axes but the mesh has {len(shapes[0])}; write one "
+                "placement per axis, such as '[S0, R]' on two, and name the mesh with mesh=(2, 4)"
             )
         shapes = left
-        found.append((path, layout))
-    return tuple(found), shapes
+        (forbidden if str(text).startswith("!") else fixed).append((path, layout))
+    return Wishes(shapes, tuple(fixed), tuple(forbidden))
 
 
 def _cluster(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
@@ -84,8 +102,8 @@ def plan(
     """Plans a model for a described cluster, without devices, ranks or parameters (they may be on the meta device).
 
     `mesh` is a shape such as (2, 4), or None for the planner's choice. `memory_limit` is per device, in bytes or as
-    "40GiB". `constraints` maps the path of a parameter or input to a layout such as "S0" or "[S0, R]". Raises
-    InputError, CaptureError, MemoryLimitError.
+    "40GiB". `constraints` maps the path of a parameter, "input K" or "output K" to a layout that it must have, such as
+    "S0" or "[S0, R]", or must not have: "!R". Raises InputError, ConstraintError, CaptureError, MemoryLimitError.
     """
     return plan_model(
         module,
@@ -116,9 +134,19 @@ def plan_model(
     assert found is not None
     shapes = mesh_shapes(mesh, found.world_size) or found.mesh_shapes()
     program = capture(module, _example(example), example_kwargs)
-    wishes, shapes = _constraints(constraints, shapes)
-    request = Request(found, shapes, memory_bytes(memory_limit), wishes, progress=progress)
+    wishes = _wishes(constraints, shapes, program)
+    request = Request(
+        found, wishes.shapes, memory_bytes(memory_limit), wishes.fixed, wishes.forbidden, progress=progress
+    )
     return plan_program(program, request)
+
+
+def rules_of(
+    module: Any, example: Sequence[Any], *, example_kwargs: dict[str, Any] | None = None, progress: Any = silent
+) -> Ruled:
+    """The captured graph, operators that do not split decomposed where that helps, and the rule of every node."""
+    check_module(module)
+    return find_rules(recompute_views(capture(module, _example(example), example_kwargs).graph), progress)
 
 
 def _example(example: Any) -> tuple:
@@ -147,8 +175,9 @@ def parallelize(
 
     `example` is a tuple of positional arguments like those of later calls. `batch` says whether every rank gets the
     same batch ("global") or its own rows of it ("local"). `mesh` is a DeviceMesh, a shape or None for the planner's
-    choice; `cluster` describes the machine: by default it is measured once a week, with "measure" now. The parameters become DTensors under their own
-    names. See DESIGN for `constraints` and `memory_limit`. Raises InputError, CaptureError, MismatchError, PlanError.
+    choice. `cluster` describes the machine: by default it is measured, once a week; "measure" does it now. The
+    parameters become DTensors under their own names. See `plan` for `constraints` and `memory_limit`. Raises
+    InputError, CaptureError, MismatchError, PlanError.
     """
     check_module(module)
     if batch not in ("global", "local"):
@@ -169,6 +198,14 @@ def parallelize(
     program = together("capturing the example", lambda: capture(module, *call.global_arguments(rows), device=device))
     check_state(module)
     measured = described or known_cluster(device, refresh=cluster == MEASURE)
-    wishes, shapes = _constraints(constraints, shapes or measured.mesh_shapes())
-    request = Request(measured, shapes, memory_bytes(memory_limit), wishes, call.sharded, progress)
+    wishes = _wishes(constraints, shapes or measured.mesh_shapes(), program)
+    request = Request(
+        measured,
+        wishes.shapes,
+        memory_bytes(memory_limit),
+        wishes.fixed,
+        wishes.forbidden,
+        call.sharded,
+        progress,
+    )
     return distribute(module, call, rows, program, request, mesh, device, batch)

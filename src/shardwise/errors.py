@@ -9,6 +9,7 @@
     │   └── MemoryLimitError            the memory limit cannot be met; carries the least that would do
     ├── MismatchError                   ranks do not agree on model, batch or plan
     ├── LostRankError(RuntimeError)     another rank has ended, or did not answer within the group's timeout
+    ├── RunError                        processes that we started ended early
     ├── UnsupportedError                a use that the parallelized module refuses, with the reason
     └── CacheError                      a cache entry is damaged (callers rebuild; users see a warning only)
 
@@ -61,6 +62,10 @@ class MismatchError(ShardwiseError):
 
 class LostRankError(ShardwiseError, RuntimeError):
     """Another rank has ended, or did not answer within the process group's timeout."""
+
+
+class RunError(ShardwiseError):
+    """Processes that Shardwise started ended early; the message has their last words."""
 
 
 class UnsupportedError(ShardwiseError):

@@ -33,6 +33,7 @@ from .rules.rule import Rule
 from .spmd.bucket import bucket_gradients, late_views
 from .spmd.fuse import fuse_regions
 from .spmd.lower import lower
+from .spmd.prune import prune
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total); stages are "rules" and "plan"."""
@@ -51,6 +52,9 @@ class Request:
     """Mesh shapes to choose from."""
     memory_limit_bytes: int | None = None
     constraints: tuple[tuple[str, Any], ...] = ()
+    """(path, layout) that must be."""
+    forbidden: tuple[tuple[str, Any], ...] = ()
+    """(path, layout) that must not be."""
     sharded_inputs: tuple[str, ...] = ()
     progress: Progress = silent
     choose: Callable[[Problem], Outcome] = optimise
@@ -94,11 +98,11 @@ class Ruled:
     discovered: int
 
 
-def find_rules(graph: Graph, request: Request) -> Ruled:
+def find_rules(graph: Graph, progress: Progress = silent, use_disk: bool = True) -> Ruled:
     """Rules of all nodes, after operators that do not split were replaced by decompositions that do."""
-    book = RuleBook(TorchRunner(), use_disk=request.use_disk)
+    book = RuleBook(TorchRunner(), use_disk=use_disk)
     values = graph.values
-    descended, rules, regions = descend(graph, book, lambda done, total: request.progress("rules", done, total))
+    descended, rules, regions = descend(graph, book, lambda done, total: progress("rules", done, total))
     fused = dict(zip(regions, book.find(call_of(node, values)[0] for node in regions.values())))
     return Ruled(descended, rules, regions, fused, book.counts.discovered)
 
@@ -107,7 +111,7 @@ def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any
     """Rules and plan of a captured program, on the best of the mesh shapes. For one process, or for rank 0."""
     start = time.perf_counter()
     graph = recompute_views(program.graph)
-    found = find_rules(graph, request)
+    found = find_rules(graph, request.progress, request.use_disk)
     rules_s = time.perf_counter() - start
     settings = [
         Settings(
@@ -115,6 +119,7 @@ def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any
             request.memory_limit_bytes,
             sharded_inputs=request.sharded_inputs,
             fixed=(*request.constraints, *fixed),
+            forbidden=request.forbidden,
         )
         for shape in request.shapes
     ]
@@ -193,10 +198,13 @@ def distribute(
 def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgram:
     """The program of this rank."""
     resharding = Resharding(planned.plan.mesh, cluster.axes(planned.plan.mesh))
-    local = lower(planned.graph, planned.rules, planned.plan, resharding, runtime.coords)
-    local = bucket_gradients(late_views(local))
+
+    def lowered(absent: frozenset[str]) -> Graph:
+        what = prune(planned.graph, planned.rules, planned.plan, absent)
+        return bucket_gradients(late_views(lower(*what, resharding, runtime.coords)))
+
     gathers = dict(_gathers(planned, resharding, runtime.coords))
-    return make_local(planned.program, planned.plan, local, runtime.groups, runtime.device, gathers)
+    return make_local(planned.program, planned.plan, lowered, runtime.coords, runtime.groups, runtime.device, gathers)
 
 
 def _gathers(planned: Planned, resharding: Resharding, coords: tuple[int, ...]) -> Iterator[tuple[str, Graph]]:

@@ -169,5 +169,3 @@ def test_the_table_in_the_documentation():
             assert REFUSED[name] in rows[name]
         if name in FUSED:
             assert ("refused" in rows[name].split("|")[4]) == (name in NOT_FUSED), rows[name]
-
-

@@ -37,7 +37,8 @@ def small_graph() -> Graph:
 def odd_arguments() -> Graph:
     """Every kind of argument that a node may have."""
     value = Value("y", (), "int64")
-    args = ((1, (2, None)), True, -0.5, float("inf"), float("nan"), 1 + 2j, 'a "quoted"\n@ {text', Literal("dtype", "f"))
+    text = 'a "quoted"\n@ {text'
+    args = ((1, (2, None)), True, -0.5, float("inf"), float("nan"), 1 + 2j, text, Literal("dtype", "f"))
     return Graph((), (Node((value, None), "ns.op.overload", args, (("dim", -1),), recompute="r1", region="n"),), ())
 
 

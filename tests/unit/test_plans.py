@@ -8,7 +8,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.api import plan_model
 from shardwise.errors import ConstraintError, InputError, MemoryLimitError
-from shardwise.ir.placement import Shard
+from shardwise.ir.placement import R, Shard
 from shardwise.plan.plan import Plan
 
 
@@ -64,9 +64,8 @@ def test_data_parallel_of_conv_and_batch_norm_moves_channels_only():
 
 def test_a_cross_entropy_split_over_the_vocabulary_moves_tokens_only():
     example = (meta(512, dtype=torch.long), meta(512, dtype=torch.long))
-    planned = plan_model(
-        Vocabulary(words=1_000_000), example, mesh=(8,), cluster="a100x8", constraints={"head.weight": "S0", "embed.weight": "S0"}
-    )
+    wishes = {"head.weight": "S0", "embed.weight": "S0"}
+    planned = plan_model(Vocabulary(words=1_000_000), example, mesh=(8,), cluster="a100x8", constraints=wishes)
     assert planned.plan.flops_share == pytest.approx(1 / 8, rel=1e-3)
     assert max(n for _, n in moved(planned)) <= 512 * 64, moved(planned)
     assert {n for _, n in moved(planned, ("forward",))} <= {512 * 64, 512, 1}
@@ -108,9 +107,19 @@ def test_wishes_are_kept_or_refused():
     example = (meta(64, 3, 32, 32), meta(64, dtype=torch.long))
     plan = sw.plan(ConvNorm(), example, mesh=(8,), cluster="a100x8", constraints={"head.weight": "S1"})
     assert plan.layouts["head.weight"] == (Shard(1),)
-    for wish, error in (({"head.weight": "S7"}, ConstraintError), ({"head.weight": "Q"}, InputError)):
+    plan = sw.plan(ConvNorm(), example, mesh=(8,), cluster="a100x8", constraints={"head.weight": "!R"})
+    assert plan.layouts["head.weight"] != (R,)
+    refused = (
+        ({"head.weight": "S7"}, ConstraintError),
+        ({"head.weight": "Q"}, InputError),
+        ({"head.weight": "[S0, S1]"}, InputError),
+        ({"head.wait": "S0"}, InputError),
+    )
+    for wish, error in refused:
         with pytest.raises(error, match=r"head\.weight"):
             sw.plan(ConvNorm(), example, mesh=(8,), cluster="a100x8", constraints=wish)
+    with pytest.raises(InputError, match="name the mesh"):
+        sw.plan(ConvNorm(), example, cluster="a100x8", constraints={"head.weight": "S0"})
     with pytest.raises(InputError, match="8"):
         sw.plan(ConvNorm(), example, mesh=(3,), cluster="a100x8")
 

@@ -72,9 +72,8 @@ def write(path: Path, what: str, text: str) -> None:
 
 @contextlib.contextmanager
 def guarded(path: Path, what: str) -> Iterator[None]:
-    """Makes the folder, and turns what the disk refuses into a warning."""
+    """Turns what the disk refuses into a warning."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         warnings.warn(f"{what} {path} cannot be written ({error}); the next run will make it anew", stacklevel=4)
@@ -82,7 +81,8 @@ def guarded(path: Path, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Only one process at a time works on a file."""
+    """Only one process at a time works on a file. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -90,6 +90,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def replace(path: Path, text: str) -> None:
     """The whole text or nothing, whoever reads or dies meanwhile. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

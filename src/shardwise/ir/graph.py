@@ -1,7 +1,7 @@
 """The one data structure that travels: an immutable, framework-free program.
 
     graph   :=  inputs, nodes (in execution order), outputs
-    input   :=  value, kind (parameter | buffer | constant | input | seed | tangent), path
+    input   :=  value, kind (parameter | buffer | constant | input | seed | tangent | saved | zero), path
     node    :=  results (values, or None where the operator returns nothing) = op(args, kwargs)
                 + phase (forward | backward), recompute tag, the user's line, region of a decomposition
     output  :=  name of a value or None, kind (output | mutation | gradient), path
@@ -20,7 +20,7 @@ from functools import cached_property
 from math import prod
 
 FORWARD, BACKWARD = "forward", "backward"
-INPUT_KINDS = ("parameter", "buffer", "constant", "input", "seed", "tangent", "saved")
+INPUT_KINDS = ("parameter", "buffer", "constant", "input", "seed", "tangent", "saved", "zero")
 OUTPUT_KINDS = ("output", "mutation", "gradient", "saved")
 
 ITEM_BYTES = {

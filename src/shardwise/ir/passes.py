@@ -68,3 +68,23 @@ def rename_operands(node: Node, names: dict[str, str]) -> Node:
         args=tuple(map_arg(a, change) for a in node.args),
         kwargs=tuple((k, map_arg(a, change)) for k, a in node.kwargs),
     )
+
+
+def fix_aliases(graph: Graph) -> Graph:
+    """Where the owner of a storage was dropped, or moved behind its alias, the first that is left owns it."""
+    names = {i.value.name for i in graph.inputs}
+    known: set[str] = set()
+    owner: dict[str, str] = {}
+
+    def fixed(value: Value) -> Value:
+        if value.alias is not None and value.alias not in known:
+            first = owner.setdefault(value.alias, value.name)
+            value = replace(value, alias=None if first == value.name else first)
+        known.add(value.name)
+        return value
+
+    # Inputs may stand in any order, so one that owns a storage is known to all of them.
+    inputs = [replace(i, value=fixed(i.value)) if i.value.alias not in names else i for i in graph.inputs]
+    known |= names
+    nodes = [replace(n, results=tuple(None if v is None else fixed(v) for v in n.results)) for n in graph.nodes]
+    return replace(graph, inputs=tuple(inputs), nodes=tuple(nodes))

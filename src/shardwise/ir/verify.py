@@ -15,7 +15,7 @@ def verify(graph: Graph) -> Graph:
     for item in graph.inputs:
         assert item.kind in INPUT_KINDS, f"input {item.value.name}: unknown kind {item.kind!r}"
         assert item.value.name not in known, f"input {item.value.name} is defined twice"
-        known[item.value.name] = BACKWARD if item.kind == "tangent" else FORWARD
+        known[item.value.name] = BACKWARD if item.kind in ("tangent", "zero") else FORWARD
     for node in graph.nodes:
         where = f"node {node.name} ({node.op})"
         assert node.phase in (FORWARD, BACKWARD), f"{where}: unknown phase {node.phase!r}"

@@ -132,7 +132,7 @@ class Plan:
                 return found
 
             return Plan(
-                tuple(d["mesh"]),
+                tuple(int(n) for n in d["mesh"]),
                 tuple((k, p, parse_layout(x)) for k, p, x in d["inputs"]),
                 tuple((k, p, layout(x)) for k, p, x in d["outputs"]),
                 tuple(

@@ -332,7 +332,8 @@ class _Builder:
         if kind == "gradient":
             source = next((i for i in self.graph.inputs if i.path == path and i.kind == "parameter"), None)
             if source is None:
-                return (whole,)
+                in_rows = path.removeprefix("input ") in self.settings.sharded_inputs
+                return ((Shard(0),) * len(self.mesh) if in_rows else whole,)
             return self._wishes(path, self.stored_layouts(source.value))
         if kind == "mutation" or value.nbytes <= SMALL_OUTPUT_BYTES:
             return (whole,)

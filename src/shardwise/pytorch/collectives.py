@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -137,7 +138,9 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, op: str, place: Pl
 
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup, source: Place, target: Place) -> Pending:
-    """From pieces along one dim to pieces along another."""
+    """From pieces along one dim to pieces along another, or along another factor of the same dim."""
+    if source[0] == target[0]:
+        return _recut(x, group, source, target)
     rank = dist.get_rank(group)
     dtype = x.dtype
     sends = _split(_on_wire(x), target, sum(target[3])).split(list(target[3]), 2)
@@ -159,6 +162,48 @@ def all_to_all(x: torch.Tensor, group: dist.ProcessGroup, source: Place, target:
         return torch.cat(parts, 2).reshape(shape).to(dtype)
 
     return Pending(work, finish)
+
+
+@lru_cache(maxsize=1024)
+def _recut_indices(
+    source: Place, target: Place, rank: int
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...], torch.Tensor]:
+    """(what to send to every rank, as positions in the local piece; how many rows come from every rank; the order in
+    which they make up the new piece)."""
+    size = source[1] * sum(source[3]) * source[2]
+    index = torch.arange(size)
+
+    def owner(place: Place) -> torch.Tensor:
+        bounds = torch.tensor(place[3]).cumsum(0)
+        return torch.searchsorted(bounds, index // place[2] % sum(place[3]), right=True)
+
+    before, after = owner(source), owner(target)
+    position = torch.cumsum(before == rank, 0) - 1
+    sends = tuple(position[(before == rank) & (after == k)] for k in range(len(source[3])))
+    mine = index[after == rank]
+    comes = torch.cat([mine[before[mine] == k] for k in range(len(source[3]))])
+    counts = tuple(int((before[mine] == k).sum()) for k in range(len(source[3])))
+    return sends, counts, torch.argsort(comes)
+
+
+def _recut(x: torch.Tensor, group: dist.ProcessGroup, source: Place, target: Place) -> Pending:
+    """Pieces of the same dim, dealt out along another factor."""
+    dim, dtype = source[0], x.dtype
+    sends, counts, order = _recut_indices(source, target, dist.get_rank(group))
+    rows = _on_wire(x).movedim(dim, 0)
+    parts = [rows.index_select(0, s.to(x.device)) for s in sends]
+    shape = [sum(counts), *rows.shape[1:]]
+    per_row = prod(rows.shape[1:])
+    out = rows.new_empty(shape)
+    work = dist.all_to_all_single(
+        out.reshape(-1),
+        torch.cat(parts).reshape(-1),
+        [n * per_row for n in counts],
+        [p.numel() for p in parts],
+        group=group,
+        async_op=True,
+    )
+    return Pending(work, lambda: out.index_select(0, order.to(x.device)).movedim(0, dim).contiguous().to(dtype))
 
 
 def _row_elements(x: torch.Tensor, source: Place, target: Place, rank: int) -> int:

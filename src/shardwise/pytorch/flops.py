@@ -16,7 +16,7 @@ _COUNTED_AS = {
         "aten._scaled_dot_product_flash_attention_backward.default"
     ),
 }
-"""Operators that torch's counter does not know, by one that it does and that does the same work on the same operands."""
+"""Operators that torch's counter does not know, by one that it does: the same work on the same operands."""
 
 
 def count_flops(graph: Graph) -> dict[str, float]:

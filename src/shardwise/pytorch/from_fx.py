@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..ir.graph import BACKWARD, FORWARD, Arg, Graph, Input, Node, Output, Ref, Value, map_arg
+from ..ir.passes import fix_aliases
 from .compat import (
     BufferAOTInput,
     GradAOTOutput,
@@ -255,24 +256,7 @@ def mark_phases(graph: Graph) -> Graph:
             needed.update(graph.nodes[k].operands)
     first = [replace(n, phase=FORWARD) for k, n in enumerate(graph.nodes) if k in forward]
     second = [replace(n, phase=BACKWARD) for k, n in enumerate(graph.nodes) if k not in forward]
-    return _fix_aliases(graph.with_nodes((*first, *second), "mark_phases"))
-
-
-def _fix_aliases(graph: Graph) -> Graph:
-    """Where the owner of a storage was dropped or moved behind its alias, the first that is left owns it."""
-    known = {i.value.name for i in graph.inputs}
-    owner: dict[str, str] = {}
-    nodes = []
-    for node in graph.nodes:
-        results = []
-        for value in node.results:
-            if value is not None and value.alias is not None and value.alias not in known:
-                first = owner.setdefault(value.alias, value.name)
-                value = replace(value, alias=None if first == value.name else first)
-            results.append(value)
-        known.update(v.name for v in results if v is not None)
-        nodes.append(replace(node, results=tuple(results)))
-    return graph.with_nodes(tuple(nodes), graph.made_by)
+    return fix_aliases(graph.with_nodes((*first, *second), "mark_phases"))
 
 
 def rename(arg: Arg, names: dict[str, str]) -> Arg:

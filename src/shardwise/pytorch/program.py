@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ..errors import UnsupportedError
-from ..ir.graph import Graph, Output
+from ..ir.graph import Graph, Input, Output
 from ..plan.plan import Plan
 from ..spmd.split import Phases, split
 from .capture import TENSOR, Program
 from .compat import dtensor_of, local_of, spec_of
 from .execute import Compiled, compile_graph
+from .operators import dtype_of
 from .outputs import GlobalOutput
+from .state import local_piece
 from .world import lost_ranks
 
 
@@ -31,8 +33,14 @@ class LocalProgram:
     phases: Phases
     forward: Compiled
     backward: Compiled | None
-    gathers: dict[str, Compiled] = field(default_factory=dict)
+    coords: tuple[int, ...]
+    groups: tuple[dist.ProcessGroup | None, ...]
+    device: torch.device
+    without: Callable[[frozenset[str]], Graph]
+    """The lowered graph without the tangents of the outputs at these paths."""
+    gathers: dict[str, Compiled]
     """Path of an output that lies in pieces -> the program that makes it whole."""
+    pruned: dict[frozenset[str], tuple[Graph, Compiled]] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -79,6 +87,24 @@ class LocalProgram:
 
         return GlobalOutput.of(piece, self.shapes[output.path], whole)
 
+    def local_input(self, item: Input, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of an input that it was given whole."""
+        if item.kind != "input" or tuple(tensor.shape) == item.value.shape:
+            return tensor
+        layout = next(x for kind, path, x in self.plan.inputs if (kind, path) == ("input", item.path))
+        return local_piece(tensor, layout, self.plan.mesh, self.coords).contiguous()
+
+    def backward_for(self, absent: frozenset[str]) -> tuple[Graph, Compiled]:
+        """The backward where the outputs at the paths `absent` receive no gradient."""
+        assert self.phases.backward is not None and self.backward is not None
+        if not absent:
+            return self.phases.backward, self.backward
+        if absent not in self.pruned:
+            graph = split(self.without(absent)).backward
+            assert graph is not None
+            self.pruned[absent] = graph, compile_graph(graph, self.groups, self.device)
+        return self.pruned[absent]
+
 
 class _Step(torch.autograd.Function):
     """Forward and backward of a program as one node of autograd."""
@@ -87,8 +113,8 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, program: LocalProgram, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         forward = program.phases.forward
         # DTensors are opened here and closed in backward by hand: to_local() would cost 60 us a parameter and step.
-        tensors = [local_of(t) for t in given]
         ctx.specs = [spec_of(t) for t in given]
+        tensors = tuple(program.local_input(i, local_of(t)) for i, t in zip(forward.inputs, given))
         results = program.forward.call(list(tensors))
         count = len(forward.outputs_of("output", "mutation"))
         outputs = results[:count]
@@ -110,7 +136,6 @@ class _Step(torch.autograd.Function):
             if t is not None and (o.kind == "mutation" or not (t.is_floating_point() or t.is_complex()))
         ]
         ctx.mark_non_differentiable(*plain)
-        ctx.like = [None if t is None else (t.shape, t.dtype, t.device) for t in outputs]
         return tuple(outputs)
 
     @staticmethod
@@ -121,22 +146,28 @@ class _Step(torch.autograd.Function):
                 "module. Compute what needs it (a gradient penalty) with the plain module"
             )
         program: LocalProgram = ctx.program
-        forward, graph = program.phases.forward, program.phases.backward
-        assert graph is not None and program.backward is not None
-        inputs = list(ctx.saved_tensors)
+        phases, forward = program.phases, program.phases.forward
+        table = dict(zip((*phases.saved, *phases.saved_inputs), ctx.saved_tensors))
         if hasattr(ctx, "maybe_clear_saved_tensors"):
             ctx.maybe_clear_saved_tensors()
-        outputs = [o for o in forward.outputs if o.kind in ("output", "mutation")]
-        place = {o.path: k for k, o in enumerate(outputs) if o.kind == "output"}
-        for tangent in graph.inputs_of("tangent"):
-            k = place[tangent.path]
-            gradient = gradients[k]
-            if gradient is None:
-                shape, dtype, device = ctx.like[k]
-                gradient = torch.zeros(shape, dtype=dtype, device=device)
-            inputs.append(gradient.contiguous())
+        outputs = forward.outputs_of("output", "mutation")
+        given = {o.path: g for o, g in zip(outputs, gradients) if o.kind == "output"}
+        tangents = program.graph.inputs_of("tangent")
+        graph, compiled = program.backward_for(frozenset(t.path for t in tangents if given[t.path] is None))
+        inputs = []
+        for item in graph.inputs:
+            if item.kind == "tangent":
+                gradient = given[item.path]
+                assert gradient is not None
+                inputs.append(gradient.contiguous())
+            elif item.kind == "zero":
+                dtype = dtype_of(item.value.dtype)
+                inputs.append(torch.zeros((), dtype=dtype, device=program.device).expand(item.value.shape))
+            else:
+                inputs.append(table[item.value.name])
+        del table
         with lost_ranks("backward ran"):
-            found = program.backward.call(inputs)
+            found = compiled.call(inputs)
         by_path = {o.path: t for o, t in zip(graph.outputs, found)}
         result = []
         for item, spec in zip(forward.inputs, ctx.specs):
@@ -149,14 +180,19 @@ class _Step(torch.autograd.Function):
 def make_local(
     program: Program,
     plan: Plan,
-    local_graph: Graph,
+    lowered: Callable[[frozenset[str]], Graph],
+    coords: tuple[int, ...],
     groups: tuple[dist.ProcessGroup | None, ...],
     device: torch.device,
     gathers: dict[str, Graph],
 ) -> LocalProgram:
-    """Splits and compiles a lowered graph. `gathers` makes outputs that lie in pieces whole, by their paths."""
-    phases = split(local_graph)
+    """Splits and compiles a lowered graph.
+
+    `lowered` makes it without the tangents of the outputs at some paths; `gathers` makes outputs that lie in pieces
+    whole, by their paths.
+    """
+    phases = split(lowered(frozenset()))
     forward = compile_graph(phases.forward, groups, device)
     backward = None if phases.backward is None else compile_graph(phases.backward, groups, device)
     made = {path: compile_graph(graph, groups, device) for path, graph in gathers.items()}
-    return LocalProgram(program, plan, phases, forward, backward, made)
+    return LocalProgram(program, plan, phases, forward, backward, coords, groups, device, lowered, made)

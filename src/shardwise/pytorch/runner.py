@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import warnings
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -36,8 +39,11 @@ class TorchRunner:
 
     def run(self, call: Call, operands: list[np.ndarray]) -> list[np.ndarray | None]:
         tensors = [torch.from_numpy(np.array(a, order="C")).to(self.device) for a in operands]
-        results = self._call(call, tensors, self.device)
-        return [None if t is None else t.detach().resolve_conj().resolve_neg().cpu().numpy().copy() for t in results]
+        with _filled_memory():
+            results = self._call(call, tensors, self.device)
+        arrays = [None if t is None else t.detach().resolve_conj().resolve_neg().cpu().numpy().copy() for t in results]
+        _poison([*tensors, *results])
+        return arrays
 
     def _call(self, call: Call, tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor | None]:
         try:
@@ -65,14 +71,13 @@ class TorchRunner:
         return size_paths(call)
 
     def views(self, call: Call) -> tuple[ViewOf, ...] | None:
-        op = find_op(call.op)
-        if any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments):
+        if find_op(call.op)._schema.is_mutable:
             return None
         tensors, results = self._meta_results(call)
         found = []
         for result in results:
             owners = [k for k, t in enumerate(tensors) if result is not None and _shares(t, result)]
-            if result is None or not owners:
+            if result is None or not owners or not _reads_as_it_is(tensors[owners[0]], result):
                 return None
             found.append(ViewOf(owners[0], tuple(result.shape), tuple(result.stride()), result.storage_offset()))
         return tuple(found)
@@ -81,6 +86,32 @@ class TorchRunner:
         from .decompose import decompose
 
         return decompose(call)
+
+
+@contextlib.contextmanager
+def _filled_memory() -> Iterator[None]:
+    """While active, memory that an operator leaves unwritten on purpose (an empty tensor) has a fixed content."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _poison(tensors: Sequence[torch.Tensor | None]) -> None:
+    """Overwrites memory before it is given back. An operator that accepts operands of sizes that do not fit may leave
+    its result unwritten or read past an operand: it would find the right numbers of the run before."""
+    for tensor in tensors:
+        if tensor is not None and tensor.layout == torch.strided:
+            tensor.untyped_storage().fill_(0xFF)
+
+
+def _reads_as_it_is(operand: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether a view neither reinterprets nor conjugates nor negates the elements."""
+    return operand.dtype == view.dtype and not view.is_conj() and not view.is_neg()
 
 
 def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:

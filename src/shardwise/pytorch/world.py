@@ -119,6 +119,12 @@ def gather_objects(item: Any) -> list[Any]:
     return found
 
 
+def close_group() -> None:
+    """Ends the process group, if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def check_equal(what: str, mark: str) -> None:
     """Raises MismatchError on every rank where the ranks' marks differ."""
     marks = gather_objects(mark)

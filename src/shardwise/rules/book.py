@@ -17,12 +17,12 @@ from pathlib import Path
 from ..ir import disk
 from ..ir.graph import Graph
 from ..ir.runner import Call, OperatorError, OpRunner, call_of
-from .proxy import format_call, proxy_of
-from .rule import Rule
+from .proxy import fit_blocks, format_call, proxy_of
+from .rule import DimRef, Rule
 from .sandbox import discover_all
 from .views import view_rule
 
-FORMAT = 3
+FORMAT = 5
 """Version of the discovery and of the JSON form; rules of another version are not read."""
 
 
@@ -38,6 +38,11 @@ def read_rules(text: str) -> dict[str, Rule]:
 def write_rules(rules: dict[str, Rule], framework: str) -> str:
     """The JSON form of a book."""
     return disk.encode("rules", {key: rules[key].to_dict() for key in sorted(rules)}, FORMAT, framework=framework)
+
+
+def shipped_name(framework: str) -> str:
+    """File name of the book that ships for a framework version."""
+    return f"book-{framework}.json"
 
 
 @dataclass
@@ -59,8 +64,8 @@ class RuleBook:
     use_shipped: bool = True
     rules: dict[str, Rule] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
-    _views: dict[str, Rule | None] = field(default_factory=dict)
-    _proxies: dict[str, Call | None] = field(default_factory=dict)
+    _resolved: dict[str, Rule] = field(default_factory=dict)
+    """Rules by the printed call itself, not by its stand-in."""
     _loaded: bool = False
 
     def path(self) -> Path:
@@ -78,9 +83,10 @@ class RuleBook:
             self.rules.update(self._read_disk())
 
     def _load_shipped(self) -> None:
-        name = f"book-{self.runner.framework}.json"
+        """A book of another version of the discovery, or none for this framework, is no book."""
+        name = shipped_name(self.runner.framework)
         with contextlib.suppress(FileNotFoundError, ValueError):
-            text = resources.files("shardwise.rules").joinpath("shipped", name).read_text()
+            text = resources.files("shardwise.rules").joinpath("shipped", name).read_text(encoding="utf-8")
             self.rules.update(read_rules(text))
 
     def _read_disk(self) -> dict[str, Rule]:
@@ -94,49 +100,45 @@ class RuleBook:
         with disk.guarded(path, "the rule cache"), disk.locked(path):
             disk.replace(path, write_rules(self._read_disk() | self.rules, self.runner.framework))
 
-    def _proxy(self, call: Call) -> Call | None:
-        key = format_call(call)
-        if key not in self._proxies:
-            self._proxies[key] = proxy_of(call, self.runner)
-        return self._proxies[key]
-
-    def _view(self, call: Call) -> Rule | None:
-        key = format_call(call)
-        if key not in self._views:
-            try:
-                self._views[key] = view_rule(call, self.runner)
-            except OperatorError:
-                self._views[key] = None
-        return self._views[key]
-
     def find(
         self, calls: Iterable[Call], progress: Callable[[int, int], None] = lambda done, total: None
     ) -> list[Rule]:
         """The rule of every call, discovering what is not known; new rules are saved."""
         self.load()
-        calls = list(calls)
-        unknown: dict[str, Call] = {}
+        keys: list[str] = []
+        proxies: dict[str, Call] = {}
+        originals: dict[str, Call] = {}
         for call in calls:
-            if self._view(call) is None and (proxy := self._proxy(call)) is not None:
-                key = format_call(proxy)
-                if key not in self.rules:
-                    unknown.setdefault(key, proxy)
+            key = format_call(call)
+            keys.append(key)
+            if key not in self._resolved and key not in proxies:
+                proxy = self._without_execution(key, call)
+                if proxy is not None:
+                    proxies[key] = proxy
+                    originals[key] = call
+        unknown = {name: p for p in proxies.values() if (name := format_call(p)) not in self.rules}
         if unknown:
-            found = discover_all(list(unknown.values()), self.runner, progress)
-            self.rules.update(zip(unknown, found))
+            self.rules.update(zip(unknown, discover_all(list(unknown.values()), self.runner, progress)))
             self.counts.discovered += len(unknown)
             self.save()
-        return [self.lookup(call) for call in calls]
+        for key, proxy in proxies.items():
+            self._resolved[key] = self._fitted(self.rules[format_call(proxy)], originals[key])
+        return [self._resolved[key] for key in keys]
 
-    def lookup(self, call: Call) -> Rule:
-        """The rule of a call that `find` has seen."""
-        view = self._view(call)
-        if view is not None:
-            return view
-        proxy = self._proxy(call)
+    def _without_execution(self, key: str, call: Call) -> Call | None:
+        """Resolves a call that is a view or has no small stand-in; else returns the stand-in."""
+        try:
+            view = view_rule(call, self.runner)
+        except OperatorError:
+            view = None
+        proxy = proxy_of(call, self.runner) if view is None else None
         if proxy is None:
-            return Rule(found_on="too large to execute")
-        return self.rules.get(format_call(proxy), Rule(found_on="unknown"))
+            self._resolved[key] = view or Rule(found_on="no small stand-in")
+        return proxy
+
+    def _fitted(self, rule: Rule, call: Call) -> Rule:
+        blocks = any(isinstance(r, DimRef) and r.outer * r.unit > 1 for f in rule.factors for r in f.results)
+        return fit_blocks(rule, call, self.runner) if blocks else rule
 
     def of_graph(
         self, graph: Graph, progress: Callable[[int, int], None] = lambda done, total: None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
+from math import gcd
 
 from ..ir.graph import Arg, Path, leaves
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
@@ -21,18 +22,28 @@ Dim = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Dims (at most one per operand) and integer arguments that are cut together; `size` is their length."""
+    """Dims (at most one per operand) and integer arguments that are cut together; `size` is their length.
+
+    Of a pile (see `find_piles`) dim k consists of `outers[k]` blocks of this length, each of which is cut.
+    """
 
     dims: tuple[Dim, ...]
     ints: tuple[Path, ...]
     size: int
+    outers: tuple[int, ...] = ()
+
+    @property
+    def places(self) -> tuple[tuple[int, int, int], ...]:
+        """(operand, dim, outer) of every dim."""
+        outers = self.outers or (1,) * len(self.dims)
+        return tuple((o, d, outer) for (o, d), outer in zip(self.dims, outers))
 
 
 def resize(call: Call, group: Group, length: int, extra: int = 0) -> Call:
     """The call with the group's dims and integers at `length` (+ extra rows) instead of its size."""
     shapes = [list(m.shape) for m in call.operands]
-    for operand, dim in group.dims:
-        shapes[operand][dim] = length + extra
+    for operand, dim, outer in group.places:
+        shapes[operand][dim] = outer * (length + extra)
     table = dict(leaves(call.args, call.kwargs))
     new: dict[Path, Arg] = {p: _as_int(table[p]) // group.size * (length + extra) for p in group.ints}
     operands = tuple(TensorMeta(tuple(s), m.dtype) for s, m in zip(shapes, call.operands))
@@ -92,11 +103,32 @@ def find_groups(call: Call, runner: OpRunner) -> list[Group]:
         classes = _classes(call, size, dims, sizes, runner)
         unions = _unions(call, classes, size, sizes, runner)
         groups += sorted(unions, key=lambda g: -len(g.dims))
+    for pile in find_piles(call, runner):
+        lengths = [call.operands[o].shape[d] for o, d in pile]
+        unit = gcd(*lengths)
+        if unit > 1:
+            groups.append(Group(pile, (), unit, tuple(length // unit for length in lengths)))
     for path, value in sizes.items():
         group = Group((), (path,), value)
         if result_growth(call, group, runner) is not None:
             groups.append(group)
     return list(dict.fromkeys(groups))
+
+
+def find_piles(call: Call, runner: OpRunner) -> list[tuple[Dim, ...]]:
+    """Dims of different sizes, one of every operand, each of which alone makes the same dim of the result grow: what
+    is concatenated there. They can be cut together in blocks of their common divisor."""
+    shapes = [m.shape for m in call.operands]
+    if len(shapes) < 2 or len({len(s) for s in shapes}) > 1:
+        return []
+    differing = [d for d in range(len(shapes[0])) if len({s[d] for s in shapes}) > 1]
+    if len(differing) != 1 or any(s[differing[0]] < 2 for s in shapes):
+        return []
+    dims = tuple((o, differing[0]) for o in range(len(shapes)))
+    grown = [result_growth(call, Group((dim,), (), call.operands[dim[0]].shape[dim[1]]), runner) for dim in dims]
+    if grown[0] is None or len(grown[0]) != 1 or len(grown[0][0] or {}) != 1 or any(g != grown[0] for g in grown):
+        return []
+    return [dims]
 
 
 def _accept(call: Call, dims: tuple[Dim, ...], size: int, sizes: dict[Path, int], runner: OpRunner) -> list[Group]:

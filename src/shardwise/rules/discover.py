@@ -141,8 +141,8 @@ def run_pieces(
             last = k == len(partition) - 1
             operands[once] = rest if last else draw(subject.call.operands[once], "signed", 0, rng)
             rest = rest - operands[once]
-        for operand, dim in group.dims:
-            operands[operand] = take(operands[operand], dim, 1, 1, index)
+        for operand, dim, outer in group.places:
+            operands[operand] = take(operands[operand], dim, outer, 1, index)
         try:
             results.append(subject.runner.run(resize(subject.call, group, len(index)), operands))
         except OperatorError:
@@ -216,8 +216,8 @@ def _pick(roles: set[ResultRole]) -> ResultRole:
 
 def _try_group(subject: Subject, group: Group) -> Factor | None:
     roles: list[OperandRole] = [None] * len(subject.call.operands)
-    for operand, dim in group.dims:
-        roles[operand] = DimRef(dim)
+    for operand, dim, outer in group.places:
+        roles[operand] = DimRef(dim, outer)
     operands = tuple(roles)
 
     def search() -> Factor | None:
@@ -254,7 +254,7 @@ def _try_once(subject: Subject, group: Group, operands: tuple[OperandRole, ...])
 def _try_even(subject: Subject, group: Group, operands: tuple[OperandRole, ...]) -> Factor | None:
     """A mean over equal pieces is the mean of their means."""
     length = group.size + group.size % 2
-    bigger = Group(group.dims, group.ints, length)
+    bigger = replace(group, size=length)
     call = resize(subject.call, group, length)
     trials = _trials(call, subject.int_range, subject.runner)
     if not trials:

@@ -44,7 +44,7 @@ def _dims(factor: Factor) -> tuple[tuple[int, int], ...]:
 
 
 def _try_modes(subject: Subject, group: Group, operand: int, found: list[Factor]) -> Factor | None:
-    if group.size != subject.int_range:
+    if group.size != subject.int_range or group.outers:
         return None
     refs: list[DimRef | None] = [None] * len(subject.call.operands)
     for o, dim in group.dims:

@@ -9,15 +9,20 @@ key of the rule.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 
 from ..ir.graph import Arg, Literal, Path, leaves
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
 from ..ir.text import format_arg
+from .classes import find_piles
+from .rule import DimRef, Rule
 
 KEEP = 4
 """Sizes up to this are kept: kernel sizes, the 3 of a fused projection, broadcast ones."""
 PROXY_SIZES = (5, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14, 17, 16, 19, 18, 21, 20, 23, 22, 25, 24)
 MAX_PROXY_ELEMENTS = 1 << 20
+MAX_BLOCKS = 16
+"""Most blocks of one operand that keeps its ratio to others."""
 
 _DTYPE_CLASS = {
     "float32": "float64", "bfloat16": "float64", "float16": "float64", "complex64": "complex128",
@@ -36,19 +41,26 @@ def format_call(call: Call) -> str:
     return f"{call.op}({', '.join(args)}) on {operands}"
 
 
-def _size_map(call: Call) -> dict[int, int]:
-    """Actual size -> proxy size, by order of appearance."""
+def _size_map(call: Call, runner: OpRunner) -> dict[int, int]:
+    """Actual size -> proxy size, by order of appearance. Sizes that are piled up keep their ratios."""
     table: dict[int, int] = {}
     fresh = iter(PROXY_SIZES)
+    for pile in find_piles(call, runner):
+        sizes = [call.operands[o].shape[d] for o, d in pile]
+        unit = gcd(*sizes)
+        if unit > 1 and max(sizes) // unit <= MAX_BLOCKS:
+            small = next(fresh)
+            table.update((size, size // unit * small) for size in sizes)
     for meta in call.operands:
         for size in meta.shape:
             if size > KEEP and size not in table:
-                table[size] = next(fresh, size)
+                table[size] = next((s for s in fresh if s not in table.values()), size)
     return table
 
 
 def _map_int(value: int, table: dict[int, int], call: Call) -> int:
-    """The proxy of an integer size: of the size it equals, or of the run of dims whose product it is."""
+    """The proxy of an integer size: of the size it equals, or of the run of dims whose product it is; any other is
+    larger than the proxies of smaller sizes, since a slice has to lie in what it was cut from."""
     if value in table or value <= KEEP:
         return table.get(value, value)
     for meta in call.operands:
@@ -58,7 +70,8 @@ def _map_int(value: int, table: dict[int, int], call: Call) -> int:
                 actual, proxy = actual * size, proxy * table.get(size, size)
                 if actual == value:
                     return proxy
-    fresh = [s for s in PROXY_SIZES if s not in table.values()]
+    above = max((small for size, small in table.items() if size < value), default=0)
+    fresh = [s for s in PROXY_SIZES if s not in table.values() and s > above]
     if fresh and value < 1 << 40:
         table[value] = fresh[0]
         return fresh[0]
@@ -88,7 +101,7 @@ def proxy_of(call: Call, runner: OpRunner) -> Call | None:
     in_class = tuple(TensorMeta(m.shape, dtype_class(m.dtype)) for m in call.operands)
     plain = call.with_leaves(new).with_operands(in_class)
     for keep in (False, True):
-        table = _size_map(call)
+        table = _size_map(call, runner)
         ints = dict(new)
         for path in sorted(size_paths, key=str):
             value = new.get(path)
@@ -116,3 +129,28 @@ def _accepts(call: Call, runner: OpRunner) -> bool:
                 count *= size
             total += count
     return total <= MAX_PROXY_ELEMENTS
+
+
+def fit_blocks(rule: Rule, call: Call, runner: OpRunner) -> Rule:
+    """A proxy's rule with the (outer, unit) of its results in the sizes of the call: a unit of 7 may be a dim's size.
+
+    Of both at most one is not 1 in a rule that was found by execution, and the size of the dim gives it.
+    """
+    try:
+        results = runner.meta(call)
+    except OperatorError:
+        return rule
+    table = dict(leaves(call.args, call.kwargs))
+    factors = []
+    for factor in rule.factors:
+        sizes = [m.shape[r.dim] // r.outer for m, r in zip(call.operands, factor.operands) if isinstance(r, DimRef)]
+        sizes += [v for p in factor.ints if isinstance(v := table[p], int)]
+        n = min(sizes, default=0)
+        roles = []
+        for role, meta in zip(factor.results, results):
+            if isinstance(role, DimRef) and meta is not None and n:
+                block = meta.shape[role.dim] // n
+                role = replace(role, outer=1 if role.outer == 1 else block, unit=1 if role.unit == 1 else block)
+            roles.append(role)
+        factors.append(replace(factor, results=tuple(roles)))
+    return replace(rule, factors=tuple(factors))

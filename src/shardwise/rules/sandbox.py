@@ -23,8 +23,8 @@ from ..ir.runner import Call, OpRunner
 from .discover import Attempt, discover
 from .rule import Rule
 
-ATTEMPT_TIMEOUT_S = 10.0
-"""An attempt that takes longer is given up."""
+ATTEMPT_TIMEOUT_S = 20.0
+"""An attempt that takes longer is given up: thousands of times what one takes, since the machine may be busy."""
 MAX_HANGS = 6
 """After this many attempts that took too long no further one is made for a call: what was found until then stands."""
 CRASHED = Rule(found_on="crashed")

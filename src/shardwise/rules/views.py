@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import combinations
 from math import gcd, prod
 
-from ..ir.graph import Path, leaves
+from ..ir.graph import Arg, Path, leaves
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta, ViewOf
 from .rule import DimRef, Factor, Rule
 
@@ -25,24 +25,46 @@ def view_rule(call: Call, runner: OpRunner) -> Rule | None:
         return None
     base = views[0].operand
     shape = call.operands[base].shape
+    linear = ((base,),) if call.operands[base].dtype.startswith(("float", "bfloat", "complex")) else ()
     tables = [view_atoms(shape, v) for v in views]
     if any(t is None for t in tables):
-        return Rule(moves_data=True, found_on="view")
+        return Rule((), linear, moves_data=True, found_on="view")
     found: list[Factor] = []
-    for source, target, length in tables[0] or []:
-        targets = [target]
-        for table in tables[1:]:
-            match = [t for s, t, n in table or [] if (s, n) == (source, length)]
-            targets += match[:1]
-        if len(targets) == len(views) and length > 1:
-            found += _with_ints(call, runner, base, source, tuple(targets), length)
+    for first in tables[0] or []:
+        common = _common([first, *(_match(first, table or []) for table in tables[1:])])
+        if common is not None:
+            source, targets, length = common
+            found += _with_ints(call, runner, base, source, targets, length)
     if len(views) == 1:
         for dim, (size, stride) in enumerate(zip(views[0].shape, views[0].stride)):
             if stride == 0 and size > 1:
                 found += _with_ints(call, runner, base, None, (DimRef(dim),), size)
-    floats = tuple(k for k, m in enumerate(call.operands) if k == base and m.dtype.startswith(("float", "bfloat")))
-    linear = (floats,) if floats else ()
     return Rule(tuple(found), linear, moves_data=True, found_on="view")
+
+
+def _match(first: Atom, table: list[Atom]) -> Atom | None:
+    """The factor of another result that lies in the same dim at the same unit."""
+    source = first[0]
+    return next((a for a in table if a[0].dim == source.dim and a[0].unit == source.unit), None)
+
+
+def _common(atoms: list[Atom | None]) -> tuple[DimRef, tuple[DimRef, ...], int] | None:
+    """The largest factor that all results share: (place in the operand, places in the results, length).
+
+    Slices of different sizes have blocks of different lengths; their common divisor cuts each.
+    """
+    known = [a for a in atoms if a is not None]
+    length = gcd(*(n for _, _, n in known))
+    if len(known) < len(atoms) or length <= 1:
+        return None
+
+    def refined(ref: DimRef, n: int) -> DimRef:
+        return DimRef(ref.dim, ref.outer * (n // length), ref.unit)
+
+    sources = {refined(source, n) for source, _, n in known}
+    if len(sources) > 1:
+        return None
+    return sources.pop(), tuple(refined(target, n) for _, target, n in known), length
 
 
 def view_atoms(shape: tuple[int, ...], view: ViewOf) -> list[Atom] | None:
@@ -165,8 +187,21 @@ def _with_ints(
     for count in range(min(len(sizes), 6) + 1):
         for ints in combinations(sizes, count):
             if _local_fits(local, runner, ints, sizes, length, less, wanted, source, targets):
-                return [Factor(tuple(operands), targets, ints, empty=True)]
+                empty = _accepts_empty(call, runner, base, source, {p: 0 for p in ints})
+                return [Factor(tuple(operands), targets, ints, empty=empty)]
     return []
+
+
+def _accepts_empty(call: Call, runner: OpRunner, base: int, source: DimRef | None, ints: dict[Path, Arg]) -> bool:
+    """Whether the view of nothing has a shape: a size left to be inferred has none."""
+    shapes = [list(m.shape) for m in call.operands]
+    if source is not None:
+        shapes[base][source.dim] = 0
+    local = call.with_operands(tuple(TensorMeta(tuple(s), m.dtype) for s, m in zip(shapes, call.operands)))
+    try:
+        return runner.views(local.with_leaves(ints)) is not None
+    except OperatorError:
+        return False
 
 
 def _local_fits(

@@ -156,6 +156,8 @@ def _move(state: _Lowering, name: str, here: str, move: Move, phase: str) -> str
     """Appends one step of a resharding."""
     shape = state.graph.values[name].shape
     value = state.local_value(name, move.target, state.new_name(name))
+    if move.kind in ("slice", "zero"):
+        value = replace(value, alias=_owner(state, here))  # it may be a view, or the operand itself
     x, axis = Ref(here), move.axis
     source, target = move.source[axis], move.target[axis]
     args: tuple[Arg, ...]
@@ -258,6 +260,11 @@ def _node(state: _Lowering, node: Node, rule: Rule, chosen: NodePlan) -> None:
     _unshift_results(state, node, args, kwargs, results, shifted, names)
 
 
+def _owner(state: _Lowering, name: str) -> str:
+    """The local value that owns the storage of another."""
+    return state.local[name].alias or name
+
+
 def _aliases(
     state: _Lowering, node: Node, results: tuple[Value | None, ...], local: list[str]
 ) -> tuple[Value | None, ...]:
@@ -265,8 +272,7 @@ def _aliases(
     views = [v is not None and v.alias is not None for v in node.results]
     if not any(views) or not local:
         return results
-    base = state.local[local[0]]
-    owner = base.alias or base.name
+    owner = _owner(state, local[0])
     return tuple(replace(v, alias=owner) if v is not None and view else v for v, view in zip(results, views))
 
 
@@ -355,7 +361,9 @@ def _unshift_results(
         state.local[value.name] = value
         here = value
         for k, (op, more, dim, by) in enumerate(todo):
-            after = _grown(state, here, dim, by) if by else replace(here, name=state.new_name(last.name))
+            after = replace(here, name=state.new_name(last.name), alias=None)
+            if by:  # without the last row it may be a view
+                after = replace(_grown(state, here, dim, by), alias=_owner(state, here.name))
             if k == len(todo) - 1:
                 after = replace(after, name=last.name)
             state.add(op, (Ref(here.name), *more), after, node.phase, node.source)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..ir.graph import BACKWARD, FORWARD, Graph, Input, Output
+from ..ir.passes import fix_aliases
+
+_BACKWARD_ONLY = ("tangent", "zero")
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,10 @@ def split(graph: Graph) -> Phases:
     gradients = graph.outputs_of("gradient")
     read = [name for n in second for name in n.operands] + [o.name for o in gradients if o.name is not None]
     saved = tuple(dict.fromkeys(n for n in read if n in made))
-    saved_inputs = tuple(dict.fromkeys(n for n in read if n in inputs and inputs[n].kind != "tangent"))
+    saved_inputs = tuple(dict.fromkeys(n for n in read if n in inputs and inputs[n].kind not in _BACKWARD_ONLY))
     outputs = graph.outputs_of("output", "mutation")
     forward = Graph(
-        tuple(i for i in graph.inputs if i.kind != "tangent"),
+        tuple(i for i in graph.inputs if i.kind not in _BACKWARD_ONLY),
         tuple(first),
         (*outputs, *(Output(name, "saved", name) for name in saved)),
         f"{graph.name}_forward",
@@ -40,15 +43,17 @@ def split(graph: Graph) -> Phases:
     if not gradients:
         return Phases(forward, None, (), ())
     table = graph.values
-    backward = Graph(
-        (
-            *(Input(table[name], "saved", name) for name in saved),
-            *(inputs[name] for name in saved_inputs),
-            *graph.inputs_of("tangent"),
-        ),
-        tuple(second),
-        gradients,
-        f"{graph.name}_backward",
-        "split",
+    backward = fix_aliases(
+        Graph(
+            (
+                *(Input(table[name], "saved", name) for name in saved),
+                *(inputs[name] for name in saved_inputs),
+                *graph.inputs_of(*_BACKWARD_ONLY),
+            ),
+            tuple(second),
+            gradients,
+            f"{graph.name}_backward",
+            "split",
+        )
     )
     return Phases(forward, backward, saved, saved_inputs)
