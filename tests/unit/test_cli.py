@@ -111,3 +111,9 @@ def test_a_wrong_wish_is_one_message(monkeypatch, capfd, model, argv, message):
     code, text, error = run(monkeypatch, capfd, "plan", f"{model}:build", *argv)
     assert code == 1 and text == ""
     assert message in " ".join(error.split()) and "Traceback" not in error
+
+
+@pytest.mark.parametrize("argv", [[], ["m.py:f", "--ship"]])
+def test_rules_wants_a_model_or_ship(monkeypatch, capfd, argv):
+    code, _, error = run(monkeypatch, capfd, "rules", *argv)
+    assert code == 1 and "--ship alone" in error
