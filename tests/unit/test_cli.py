@@ -102,7 +102,7 @@ def test_a_wrong_model_is_refused(model, where, message):
         (["--mesh", "two"], "--mesh: expected a shape"),
         (["--mesh", "3"], "must be 8"),
         (["--memory-limit", "lots"], "memory_limit: expected bytes"),
-        (["--memory-limit", "1KiB"], "the least that would do is"),
+        (["--mesh", "8", "--memory-limit", "1KiB"], "the least that would do is"),
         (["--mesh", "8", "--explain", "0.wieght"], "close: 0.weight"),
         (["--mesh", "8", "--save", "/nowhere/plan.json"], "No such file"),
     ],
