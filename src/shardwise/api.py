@@ -11,7 +11,7 @@ from typing import Any
 
 from .cluster import Cluster
 from .errors import InputError
-from .ir.passes import recompute_views
+from .ir.passes import recompute
 from .ir.placement import Layout, parse_layout
 from .pipeline import Planned, Request, Ruled, distribute, find_rules, plan_program, silent
 from .plan.plan import Plan
@@ -147,7 +147,7 @@ def rules_of(
 ) -> Ruled:
     """The captured graph, operators that do not split decomposed where that helps, and the rule of every node."""
     check_module(module)
-    return find_rules(recompute_views(capture(module, _example(example), example_kwargs).graph), progress)
+    return find_rules(recompute(capture(module, _example(example), example_kwargs).graph), progress)
 
 
 def ship_rules(progress: Any = silent) -> int:

@@ -138,7 +138,8 @@ def strategies(
             continue
         operands = tuple(zip(*(o.operands for o in combination))) if names else ()
         results = tuple(
-            None if v is None else tuple(o.results[r] for o in combination) for r, v in enumerate(node.results)
+            None if v is None else tuple(p for o in combination if (p := o.results[r]) is not None)
+            for r, v in enumerate(node.results)
         )
         if not all(is_valid(s, layout, mesh) for s, layout in zip(shapes, operands)):
             continue

@@ -21,6 +21,7 @@ from ..errors import CaptureError, InputError
 from ..ir.graph import Graph
 from .compat import FakeTensorMode, aot_export_joint_with_descriptors
 from .from_fx import graph_from_fx
+from .observe import Observer
 from .random import RandomState, random_decompositions
 
 
@@ -68,7 +69,7 @@ class _Flat(nn.Module):
         for position, tensor in zip(self.positions, tensors):
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with self.random.bind(seed):
+        with self.random.bind(seed), Observer():
             out, self.out_spec = pytree.tree_flatten(self.module.forward(*args, **kwargs))
         self.out_leaves = tuple(TENSOR if isinstance(o, torch.Tensor) else o for o in out)
         return tuple(o for o in out if isinstance(o, torch.Tensor))
