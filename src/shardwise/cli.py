@@ -89,6 +89,8 @@ class _DemoView:
         elif name == "progress":
             self._advance({"rules": "finding rules", "plan": "planning"}[event["stage"]], event["done"], event["total"])
         elif name == "step":
+            if not self.console.is_terminal and event["number"] % 20 == 0:  # a log shows no bars until they end
+                self.console.print(f"{self.kind}: step {event['number']}, loss {event['loss']:.3f}")
             self._advance(f"{self.kind}, loss {event['loss']:.3f}", event["number"] + 1, self.steps, key=self.kind)
         elif name == "planned":
             self._planned(event)
