@@ -11,11 +11,11 @@ from typing import Any
 
 from .cluster import Cluster
 from .errors import InputError
-from .ir.passes import recompute_views
+from .ir.passes import recompute
 from .ir.placement import Layout, parse_layout
 from .pipeline import Planned, Request, Ruled, distribute, find_rules, plan_program, silent
 from .plan.plan import Plan
-from .pytorch.call import describe_example
+from .pytorch.call import check_example, describe_example
 from .pytorch.capture import Program, capture
 from .pytorch.known import known_cluster
 from .pytorch.module import check_module
@@ -32,7 +32,7 @@ def memory_bytes(limit: int | str | None) -> int | None:
         return limit
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     units |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", str(limit))
+    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", limit) if isinstance(limit, str) else None
     try:
         assert match is not None
         value = int(float(match[1]) * units[match[2]])
@@ -44,26 +44,25 @@ def memory_bytes(limit: int | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class Wishes:
-    """Placements that the user fixes or forbids, by path, and the mesh shapes that have as many axes."""
+    """Placements that the user fixes or forbids, by path, and the mesh shapes that have as many axes as they name."""
 
+    fixed: tuple[tuple[str, Layout], ...]
+    forbidden: tuple[tuple[str, Layout], ...]
     shapes: tuple[tuple[int, ...], ...]
-    fixed: tuple[tuple[str, Layout], ...] = ()
-    forbidden: tuple[tuple[str, Layout], ...] = ()
 
 
 def _wishes(constraints: Constraints | None, shapes: tuple[tuple[int, ...], ...], program: Program) -> Wishes:
     """Reads `constraints`. Raises InputError naming the path for what is no layout, or for a path that is unknown."""
-    if constraints is None:
-        return Wishes(shapes)
-    if not isinstance(constraints, Mapping):
+    if constraints is not None and not isinstance(constraints, Mapping):
         raise InputError(
             f"constraints: expected a dictionary such as {{'fc.weight': 'S0'}}, got {type(constraints).__name__}"
         )
     graph = program.graph
     known = [i.path for i in graph.inputs_of("parameter", "buffer")]
-    known += [f"input {i.path}" for i in graph.inputs_of("input")] + [f"output {o.path}" for o in graph.outputs]
+    known += [f"input {i.path}" for i in graph.inputs_of("input")]
+    known += [f"output {o.path}" for o in graph.outputs_of("output")]
     fixed, forbidden = [], []
-    for path, text in constraints.items():
+    for path, text in (constraints or {}).items():
         if path not in known:
             close = ", ".join(get_close_matches(str(path), known, 3)) or "input 0, output 0 or a parameter's name"
             raise InputError(f"constraints: the model has no {path!r}; try {close}")
@@ -74,17 +73,20 @@ def _wishes(constraints: Constraints | None, shapes: tuple[tuple[int, ...], ...]
         left = tuple(s for s in shapes if len(s) == len(layout))
         if not left:
             raise InputError(
-                f"constraints[{path!r}]: {text} has {len(layout)} axes but the mesh has {len(shapes[0])}; write one "
-                "placement per axis, such as '[S0, R]' on two, and name the mesh with mesh=(2, 4)"
+                f"constraints[{path!r}]: {text} has {len(layout)} axes, the mesh has {len(shapes[0])}; write one "
+                "placement per axis, such as '[S0, R]' on two, or choose the mesh with mesh="
             )
         shapes = left
         (forbidden if str(text).startswith("!") else fixed).append((path, layout))
-    return Wishes(shapes, tuple(fixed), tuple(forbidden))
+    return Wishes(tuple(fixed), tuple(forbidden), shapes)
 
 
 def _cluster(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
     if cluster is None or isinstance(cluster, Cluster):
         return cluster
+    if not isinstance(cluster, str | os.PathLike):
+        kind = type(cluster).__name__
+        raise InputError(f"cluster: expected a Cluster, the path of a file or the name of a preset, got {kind}")
     return Cluster.load(cluster)
 
 
@@ -129,15 +131,14 @@ def plan_model(
     progress: Any = silent,
 ) -> Planned:
     """As `plan`, with the captured program and the rules."""
-    check_module(module)
-    found = _cluster(cluster)
-    assert found is not None
+    found = _check_arguments(module, example, example_kwargs, cluster, memory_limit, "global", True, progress)
+    if found is None:
+        raise InputError("cluster: name the machine to plan for, a Cluster, a file or a preset such as 'a100x8'")
     shapes = mesh_shapes(mesh, found.world_size) or found.mesh_shapes()
     program = capture(module, _example(example), example_kwargs)
     wishes = _wishes(constraints, shapes, program)
-    request = Request(
-        found, wishes.shapes, memory_bytes(memory_limit), wishes.fixed, wishes.forbidden, progress=progress
-    )
+    limit = memory_bytes(memory_limit)
+    request = Request(found, wishes.shapes, limit, wishes.fixed, wishes.forbidden, progress=progress)
     return plan_program(program, request)
 
 
@@ -146,7 +147,7 @@ def rules_of(
 ) -> Ruled:
     """The captured graph, operators that do not split decomposed where that helps, and the rule of every node."""
     check_module(module)
-    return find_rules(recompute_views(capture(module, _example(example), example_kwargs).graph), progress)
+    return find_rules(recompute(capture(module, _example(example), example_kwargs).graph), progress)
 
 
 def _example(example: Any) -> tuple:
@@ -156,6 +157,32 @@ def _example(example: Any) -> tuple:
             "for one argument write example=(x,)"
         )
     return tuple(example)
+
+
+def _check_arguments(
+    module: Any,
+    example: Any,
+    example_kwargs: Any,
+    cluster: Any,
+    memory_limit: Any,
+    batch: Any,
+    overlap: Any,
+    progress: Any,
+) -> Cluster | None:
+    """Raises InputError for what `parallelize` cannot take; the cluster that the user describes."""
+    check_module(module)
+    args = _example(example)
+    if not isinstance(example_kwargs, Mapping | None):
+        raise InputError(f"example_kwargs: expected a dictionary or None, got {type(example_kwargs).__name__}")
+    check_example(module, args, dict(example_kwargs or {}))
+    memory_bytes(memory_limit)
+    if batch not in ("global", "local"):
+        raise InputError(f"batch: expected 'global' or 'local', got {batch!r}")
+    if overlap not in (True, False, "bitwise"):
+        raise InputError(f"overlap: expected True, False or 'bitwise', got {overlap!r}")
+    if not callable(progress):
+        raise InputError(f"progress: expected a function, got {type(progress).__name__}")
+    return None if cluster == MEASURE else _cluster(cluster)
 
 
 def parallelize(
@@ -179,33 +206,24 @@ def parallelize(
     parameters become DTensors under their own names. See `plan` for `constraints` and `memory_limit`. Raises
     InputError, CaptureError, MismatchError, PlanError.
     """
-    check_module(module)
-    if batch not in ("global", "local"):
-        raise InputError(f"batch: expected 'global' or 'local', got {batch!r}")
-    if overlap not in (True, False, "bitwise"):
-        raise InputError(f"overlap: expected True, False or 'bitwise', got {overlap!r}")
-    args, kwargs = _example(example), dict(example_kwargs or {})
     device = target_device(module)
     world = ensure_group(device)
+    described = together(
+        "checking the arguments of parallelize",
+        lambda: _check_arguments(module, example, example_kwargs, cluster, memory_limit, batch, overlap, progress),
+    )
+    args, kwargs = tuple(example), dict(example_kwargs or {})
     check_equal("the class of the module", type(module).__qualname__)
-    described = None if cluster == MEASURE else _cluster(cluster)
     if described is not None and described.world_size != world:
         raise InputError(
             f"cluster {described.name} describes {described.world_size} devices but {world} ranks are running"
         )
-    shapes = mesh_shapes(mesh, world, device)
+    shapes = together("checking the mesh", lambda: mesh_shapes(mesh, world, device))
     call, rows = describe_example(module, args, kwargs, batch)
     program = together("capturing the example", lambda: capture(module, *call.global_arguments(rows), device=device))
     check_state(module)
     measured = described or known_cluster(device, refresh=cluster == MEASURE)
     wishes = _wishes(constraints, shapes or measured.mesh_shapes(), program)
-    request = Request(
-        measured,
-        wishes.shapes,
-        memory_bytes(memory_limit),
-        wishes.fixed,
-        wishes.forbidden,
-        call.sharded,
-        progress,
-    )
+    limit = memory_bytes(memory_limit)
+    request = Request(measured, wishes.shapes, limit, wishes.fixed, wishes.forbidden, call.sharded, progress)
     return distribute(module, call, rows, program, request, mesh, device, batch)

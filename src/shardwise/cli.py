@@ -97,7 +97,7 @@ class _DemoView:
         key = key or text
         if key not in self.tasks:
             self.tasks[key] = self.progress.add_task(text, total=total)
-        self.progress.update(self.tasks[key], completed=done, description=text)
+        self.progress.update(self.tasks[key], completed=done, total=total, description=text)
 
     def _planned(self, event: dict[str, Any]) -> None:
         origin = event["origin"]
@@ -331,7 +331,7 @@ def _stages() -> Iterator[Callable[[str, int, int], None]]:
         def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = progress.add_task(names[stage], total=total)
-            progress.update(tasks[stage], completed=done)
+            progress.update(tasks[stage], completed=done, total=total)
 
         yield show
 

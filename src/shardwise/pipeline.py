@@ -12,7 +12,7 @@ from typing import Any
 from .cluster import Cluster
 from .errors import same_error
 from .ir.graph import Graph, Input, Node, Output
-from .ir.passes import recompute_views
+from .ir.passes import recompute, without_sources
 from .ir.runner import call_of
 from .ir.text import format_graph, parse_graph
 from .plan.plan import Plan, make_plan, whole
@@ -113,9 +113,7 @@ class Ruled:
     discovered: int
 
 
-def find_rules(
-    graph: Graph, progress: Progress = silent, use_disk: bool = True, book: RuleBook | None = None
-) -> Ruled:
+def find_rules(graph: Graph, progress: Progress = silent, use_disk: bool = True, book: RuleBook | None = None) -> Ruled:
     """Rules of all nodes, after operators that do not split were replaced by decompositions that do."""
     book = book or RuleBook(TorchRunner(), use_disk=use_disk)
     values = graph.values
@@ -127,7 +125,7 @@ def find_rules(
 def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
     """Rules and plan of a captured program, on the best of the mesh shapes. For one process, or for rank 0."""
     start = time.perf_counter()
-    graph = recompute_views(program.graph)
+    graph = recompute(program.graph)
     found = find_rules(graph, request.progress, request.use_disk, request.book)
     rules_s = time.perf_counter() - start
     settings = [
@@ -188,7 +186,7 @@ def _best_plan(graph: Graph, rules: tuple[Rule, ...], request: Request, settings
 
 def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
     """Rank 0 finds rules and plan, the others receive them. Raises MismatchError where the graphs differ."""
-    check_equal("the captured model", hashlib.sha256(format_graph(program.graph).encode()).hexdigest())
+    check_equal("the captured model", hashlib.sha256(format_graph(without_sources(program.graph)).encode()).hexdigest())
     text: str = ""
     error: Exception | None = None
     if rank() == 0:

@@ -6,7 +6,6 @@ import copy
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from shardwise.errors import (
     ClusterFileError,
     ConstraintError,
     InputError,
-    LostRankError,
     MemoryLimitError,
     MismatchError,
     ShardwiseError,
@@ -65,7 +63,11 @@ def arguments(rank, world):
     fails(InputError, r"does not fit.*forward\(.*missing a required argument: 'y'", call(example=example[:1]))
     fails(InputError, "does not fit.*unexpected keyword argument", call(example_kwargs={"z": 1}))
     fails(InputError, "example_kwargs: expected a dictionary", call(example_kwargs=[1]))
-    fails(InputError, "rejects the example.*test_errors|rejects the example", call(example=(example[0][:, :5], example[1])))
+    fails(
+        InputError,
+        "rejects the example.*test_errors|rejects the example",
+        call(example=(example[0][:, :5], example[1])),
+    )
     fails(InputError, r"mesh \(3,\) has 3 devices but 2 ranks", call(mesh=(3,)))
     fails(InputError, "mesh: expected a DeviceMesh", call(mesh="two"))
     fails(InputError, "the product must be 2", call(mesh=()))
@@ -91,7 +93,7 @@ def arguments(rank, world):
     assert not any(hasattr(p, "placements") for p in model.parameters()), "the model is as it was"
     model(*example).backward()
     ours = call()()
-    same(ours, make(Net)) if rank < 0 else ours(*example)
+    close(ours(*example).detach(), make(Net)(*example).detach())
 
 
 def own_forward():
@@ -115,14 +117,20 @@ def backward_hooked():
 def different_models(rank, world):
     kinds = [Net, Reads]
     fails(MismatchError, "class of the module differs", lambda: parallel(make(kinds[rank]), world, batch()))
-    fails(MismatchError, r"up.weight differs between rank 0 and rank 1", lambda: parallel(make(seed=rank), world, batch()))
+    fails(
+        MismatchError, r"up.weight differs between rank 0 and rank 1", lambda: parallel(make(seed=rank), world, batch())
+    )
     model = make(Net)
     model.tau = 1.0 + rank
     fails(MismatchError, "the captured model differs between ranks", lambda: parallel(model, world, batch()))
     fails(MismatchError, "the captured model differs", lambda: parallel(make(Net), world, batch(rows=6 + rank)))
     wrong = batch() if rank else batch()[:1]
     fails(InputError if rank == 0 else MismatchError, "fit|rank 0 failed while", lambda: parallel(make(), world, wrong))
-    fails(InputError if rank else MismatchError, "mesh|differ", lambda: parallel(make(), world, batch(), mesh=(world + rank,)))
+    fails(
+        InputError if rank else MismatchError,
+        "mesh|differ",
+        lambda: parallel(make(), world, batch(), mesh=(world + rank,)),
+    )
 
 
 def different_calls(rank, world):
@@ -133,22 +141,22 @@ def different_calls(rank, world):
         close(ours(*batch()).detach(), plain(*batch()).detach())
 
     good()
-    fails(MismatchError, "rank 1 give other arguments.*same batch", lambda: ours(*batch(rows=6 + rank)))
+    fails(MismatchError, "rank 1 differ from rank 0: in the arguments.*same batch", lambda: ours(*batch(rows=6 + rank)))
     good()
-    fails(MismatchError, "rank 1 give tensors with other values", lambda: ours(*batch(step=rank)))
+    fails(MismatchError, "rank 1 differ from rank 0: in the values of the tensors", lambda: ours(*batch(step=rank)))
     good()
     x, y = batch()
-    fails(MismatchError, "other values", lambda: ours(x.flip(0) if rank else x, y))
-    fails(MismatchError, "other arguments", lambda: ours(x, y, logits=bool(rank)))
+    fails(MismatchError, "in the values", lambda: ours(x.flip(0) if rank else x, y))
+    fails(MismatchError, "in the arguments", lambda: ours(x, y, logits=bool(rank)))
     ours.tau = 1.0 + rank
-    fails(MismatchError, "rank 1 have another state of the module", lambda: ours(*batch()))
+    fails(MismatchError, "rank 1 differ from rank 0: in the state of the module", lambda: ours(*batch()))
     ours.tau = 1.0
     good()
     ours.norm.train(rank == 0)
-    fails(MismatchError, "another state of the module", lambda: ours(*batch()))
+    fails(MismatchError, "in the state of the module", lambda: ours(*batch()))
     ours.norm.train()
     with torch.set_grad_enabled(rank == 0):
-        fails(MismatchError, "other arguments", lambda: ours(*batch()))
+        fails(MismatchError, "in the arguments", lambda: ours(*batch()))
     good()
     # a rank that raises before it comes to the others
     bad = object() if rank == 0 else batch()[1]
@@ -162,19 +170,6 @@ def different_calls(rank, world):
     # one that cannot capture a new program
     fails((MismatchError, InputError, CaptureError), "", lambda: ours(batch()[0][:, :3], batch()[1]))
     good()
-
-
-def number_of_steps(rank, world):
-    """Rank 1 has one batch less and stops: rank 0 hears of it at once."""
-    _, ours = pair(world, Net)
-    start = time.monotonic()
-    for step in range(3 - rank):
-        ours(*batch(step)).backward()
-    if rank == 1:
-        dist.destroy_process_group()
-        return 0.0
-    fails((LostRankError, MismatchError), "lost contact to another rank|another call", lambda: ours(*batch(9)))
-    return time.monotonic() - start
 
 
 def local_rows(rank, world):
@@ -214,7 +209,7 @@ def local_others(rank, world):
     mine = (x[:12], y[:12]) if rank == 0 else (x[12:], y[12:])
     ours = parallel(copy.deepcopy(plain), world, (*mine, scale), batch="local")
     close(ours(*mine, scale).detach(), plain(x, y, scale).detach())
-    fails(MismatchError, "values", lambda: ours(*mine[:2], scale + rank) if rank else ours(*mine, scale + rank))
+    fails(MismatchError, "in the values", lambda: ours(*mine, scale + rank))
 
 
 def caches(rank, world, folder):
@@ -236,7 +231,7 @@ def caches(rank, world, folder):
     close(ours(*batch(rows=7)).detach(), plain(*batch(rows=7)).detach())
 
 
-CHECKS = [arguments, different_models, different_calls, number_of_steps, local_rows, local_others]
+CHECKS = [arguments, different_models, different_calls, local_rows, local_others]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
@@ -277,6 +272,8 @@ for step in range(6):
     loss = ours(*batch(step))
     if step == 3:
         start = time.monotonic()
+        if rank == 1 and when == "stops":
+            break
         if rank == 1:
             if when == "hangs":
                 time.sleep(60)
@@ -293,7 +290,7 @@ for step in range(6):
 """
 
 
-@pytest.mark.parametrize("when", ["dies", "hangs"])
+@pytest.mark.parametrize("when", ["dies", "hangs", "stops"])
 def test_a_rank_that_ends_mid_step(tmp_path, when):
     """The other ends with an error within the group's timeout, and the checkpoint is whole."""
     folder = tmp_path / "checkpoint"

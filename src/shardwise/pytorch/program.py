@@ -110,11 +110,11 @@ class _Step(torch.autograd.Function):
     """Forward and backward of a program as one node of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, program: LocalProgram, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, program: LocalProgram, *given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         forward = program.phases.forward
         # DTensors are opened here and closed in backward by hand: to_local() would cost 60 us a parameter and step.
+        tensors = [program.local_input(i, local_of(t)) for i, t in zip(forward.inputs, given)]
         ctx.specs = [spec_of(t) for t in given]
-        tensors = tuple(program.local_input(i, local_of(t)) for i, t in zip(forward.inputs, given))
         results = program.forward.call(list(tensors))
         count = len(forward.outputs_of("output", "mutation"))
         outputs = results[:count]
