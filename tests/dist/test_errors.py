@@ -79,7 +79,7 @@ def arguments(rank, world):
     fails(MemoryLimitError, "the least that would do", call(memory_limit="1KiB"))
     fails(InputError, "the model has no 'up.wieght'; try up.weight", call(constraints={"up.wieght": "S0"}))
     fails(InputError, "not a placement: 'X0'", call(constraints={"up.weight": "X0"}))
-    fails(InputError, "has 2 axes but the mesh has 1", call(constraints={"up.weight": "[S0, R]"}))
+    fails(InputError, "has 2 axes, the mesh has 1", call(constraints={"up.weight": "[S0, R]"}))
     fails(ConstraintError, "up.weight cannot be placed as S7", call(constraints={"up.weight": "S7"}))
     fails(InputError, "constraints: expected a dictionary", call(constraints=["up.weight"]))
     fails(InputError, "batch: expected 'global' or 'local', got 'mine'", call(batch="mine"))
