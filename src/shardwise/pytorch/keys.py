@@ -48,7 +48,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.alive: list[Any] = []
-        self.local: list[int] = []
+        self.local: list[int | str] = []
         self.seen: dict[int, int] = {}
 
     def identity(self, value: Any, text: str) -> str:
@@ -86,7 +86,7 @@ class _Walk:
         if not depth or not isinstance(fields, dict) or not fields:
             return self.identity(value, name)
         self.alive.append(value)
-        parts = []
+        parts: list[str] = []
         for key, field in fields.items():
             text = self.text(field, depth - 1)
             if key.startswith("_"):  # often of this process alone, such as a cached hash of strings
