@@ -19,6 +19,7 @@ from .compat import (
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+    storage_key,
 )
 from .observe import REGION, SOURCE
 from .operators import dtype_name, op_name, to_arg
@@ -48,7 +49,7 @@ class Builder:
         stride = None
         if tensor.layout == torch.strided and not tensor.is_contiguous():
             stride = tuple(int(s) for s in tensor.stride())
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor)
         owner = self.storages.setdefault(key, name)
         return Value(name, shape, dtype_name(tensor.dtype), stride, None if owner == name else owner)
 
