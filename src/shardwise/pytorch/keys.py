@@ -32,7 +32,7 @@ class Key:
 
     shared: tuple[Any, ...]
     """Equal on all ranks where their modules are."""
-    local: tuple[int, ...]
+    local: tuple[int | str, ...]
     """Identities and versions on this rank."""
     alive: tuple[Any, ...]
     """The objects behind the identities; whoever keeps the key keeps them, so that no identity is given out again."""
