@@ -17,10 +17,13 @@ from .pipeline import Planned, Request, Ruled, distribute, find_rules, plan_prog
 from .plan.plan import Plan
 from .pytorch.call import check_example, describe_example
 from .pytorch.capture import Program, capture
+from .pytorch.common import common_graphs
 from .pytorch.known import known_cluster
 from .pytorch.module import check_module
+from .pytorch.runner import TorchRunner
 from .pytorch.state import check_state
 from .pytorch.world import check_equal, ensure_group, mesh_shapes, target_device, together
+from .rules.ship import ship
 
 Constraints = Mapping[str, str]
 MEASURE = "measure"
@@ -148,6 +151,11 @@ def rules_of(
     """The captured graph, operators that do not split decomposed where that helps, and the rule of every node."""
     check_module(module)
     return find_rules(recompute(capture(module, _example(example), example_kwargs).graph), progress)
+
+
+def ship_rules(progress: Any = silent) -> int:
+    """Rewrites the book of rules that ships with the package; returns the number of rules."""
+    return ship(TorchRunner(), common_graphs(), progress=lambda done, total: progress("rules", done, total))
 
 
 def _example(example: Any) -> tuple:

@@ -1,24 +1,29 @@
-"""The planning problem as a mixed-integer program.
+"""The planning problem as a mixed-integer program that grows by columns.
 
-Variables
-- x[vertex, strategy], binary: the strategy that is chosen                                           (`_choices`)
-- flow[value, consumer, own, layout] in [0, 1]: the consumer reads it in that layout                 (`_flow`)
-- move[value, phase, own, layout] in [0, 1]: it is brought there, once for all consumers of a phase  (`_flows`)
-- kept[value, layout]: backward uses the copy that forward made                                      (`_keep`)
-- saved[value, own], tail[value, own]: the own layout outlives forward's last, or first, consumer    (`_flows`,
-  `_memory_variables`)
+Variables (of groups of equal vertices and hubs: their averages; see `fold.py`)
+- x[group, strategy]: the strategy that is chosen, binary                                            (`_strategies`)
+- flow[hub, own, column, part] >= 0: a consumer reads it in that layout, times the number of edges    (`_pair`)
+- move[hub, phase, own, column] >= 0: it is brought there, once for all consumers of a phase          (`_pair`)
+- kept[hub, own, column]: backward uses the copy that forward made, binary                            (`_limited_pair`)
+- saved[hub, own], tail[hub, own]: the own layout outlives forward's last, or first, consumer         (`_outlives`)
+- missing[target] >= 0: a need that is not met, at a price that no solution pays                      (`_rows`)
+- peak: the largest number of bytes at any time, where that is minimized                              (`__init__`)
 
-Objective: seconds (here in microseconds) of x and move.
+Objective: microseconds of x and move; or the peak.
 
 Constraints
-- one strategy per vertex                                          sum_s x = 1                        (`_choices`)
-- a gradient has the layout of its parameter                       x = x                              (`_ties`)
-- flows start where the value is and end where it is read          sum flow = x on both sides         (`_flow`)
-- a flow needs a move, or in backward a kept copy                  flow <= move + kept                (`_flows`)
-- only what was moved in forward can be kept                       kept <= sum move                   (`_keep`)
-- memory at a time                                                 bytes <= limit                     (`add_memory_row`)
+- one strategy per vertex                            sum_s x = 1                                      (`_rows`)
+- flows start where the value is                     count x - sum flow >= 0                          (`_rows`)
+- flows end where it is read                         sum flow - count x >= 0                          (`_rows`)
+- a flow needs a move, or in backward a kept copy    count move + kept - sum flow >= 0                (`_pair`)
+- only what was moved in forward can be kept         move - kept >= 0                                 (`_limited_pair`)
+- what backward reads from the own layout is saved   saved - move >= 0, tail - saved >= 0             (`_outlives`)
+- memory at a time                                   bytes <= limit or peak                           (`memory_row`)
 
-Memory rows are added for the times at which a solution exceeds the limit, until none does.
+A parameter and its gradient are one vertex already (`network.py`). A hub with one consumer has flows, and no moves,
+which then have their costs. Without a memory limit every copy is kept: a hub has one phase.
+
+Pairs (own, column) enter when their reduced cost is negative, memory rows when a solution exceeds the limit.
 """
 
 from __future__ import annotations
@@ -28,215 +33,313 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..ir.placement import Layout
-from ..solve.milp import Program
-from .evaluate import Assignment
-from .problem import Problem, intervals
+from ..solve.milp import GrowingProgram
+from .evaluate import Assignment, layout_of, needed_layouts
+from .fold import Folded, Slot
+from .holdings import Holding, Life, lives_of, strategy_holdings
+from .network import FORBIDDEN, Network, expand
+from .problem import Problem
 
-MICRO = 1e6
-INFINITY = float("inf")
+NEARLY = 0.01
+"""Microseconds that do not make a move dearer than another: a few local moves."""
+PEAK_PRICE = 1e6
+"""Objective of a peak of `unit_bytes`."""
+Pair = tuple[int, int, int]
+"""(hub, own layout, column)"""
 
 
 @dataclass
-class Formulation:
-    """The program and where things stand in it."""
+class _Batch:
+    """Rows and columns on their way into the program. Columns are numbered from 0, rows as in the program."""
 
-    problem: Problem
-    program: Program = field(default_factory=Program)
-    x: list[list[int]] = field(default_factory=list)
-    reached: dict[tuple[str, int], set[Layout]] = field(default_factory=dict)
-    move: dict[tuple[str, int, Layout, Layout], int] = field(default_factory=dict)
-    kept: dict[tuple[str, Layout], int] = field(default_factory=dict)
-    saved: dict[tuple[str, Layout], int] = field(default_factory=dict)
-    tail: dict[tuple[str, Layout], int] = field(default_factory=dict)
-    own: dict[str, dict[Layout, list[int]]] = field(default_factory=dict)
-    """Value -> own layout -> the x that give it."""
+    next_row: int
+    rows: int = 0
+    cost: list[float] = field(default_factory=list)
+    entries: list[tuple[int, int, float]] = field(default_factory=list)
+    held: list[tuple[int, float, tuple[int, int]]] = field(default_factory=list)
+    """(column, bytes, (first, last time))"""
+    kept: list[tuple[int, Pair]] = field(default_factory=list)
+    old: list[tuple[int, int, float]] = field(default_factory=list)
+    """(new row, column that is in the program already, value)"""
+
+    def column(self, cost: float, *entries: tuple[int, float]) -> int:
+        """A column with these (row, value); returns its number."""
+        self.cost.append(cost)
+        number = len(self.cost) - 1
+        self.entries += [(number, row, value) for row, value in entries]
+        return number
+
+    def row(self) -> int:
+        """One more row (0 <= ...); returns its number."""
+        self.rows += 1
+        return self.next_row + self.rows - 1
+
+    def hold(self, column: int, nbytes: float, when: tuple[int, int]) -> None:
+        """Bytes that a column holds."""
+        if nbytes and when[0] <= when[1]:
+            self.held.append((column, nbytes, when))
+
+
+class Formulation:
+    """The program of a folded network. `limited`: with all that memory rows need, for one group per vertex only.
+    `peak`: the peak of memory is minimized, not the time."""
+
+    def __init__(self, problem: Problem, network: Network, folded: Folded, limited: bool, peak: bool = False):
+        self.problem, self.network, self.folded, self.limited = problem, network, folded, limited
+        self.program = GrowingProgram()
+        self.weight = 0.0 if peak else 1.0
+        whole = sum(value.nbytes for value in problem.graph.values.values())
+        self.unit_bytes = float((not peak and problem.settings.memory_limit_bytes) or max(1, whole))
+        self.held: list[Holding] = []
+        self.memory: dict[int, int] = {}
+        """Time -> row."""
+        self.kept: dict[int, Pair] = {}
+        """Column -> the copy that it keeps."""
+        self.outlives: dict[tuple[str, int, int], int] = {}
+        """("saved" or "tail", hub, own layout) -> column"""
+        self.lives: list[Life] = lives_of(problem, network, folded) if limited else []
+        self.have = [np.zeros(hub.micros.shape, bool) for hub in folded.hubs]
+        finite = [float(h.micros[h.micros < FORBIDDEN].max(initial=0.0)) for h in folded.hubs]
+        self.price = 1.0 + 2.0 * max(finite, default=0.0)
+        self._rows()
+        self._strategies()
+        self.peak: int | None = None
+        if peak:
+            none = np.zeros(0, int)
+            self.peak = self.program.add_columns(np.array([PEAK_PRICE]), none, none, np.zeros(0))
+        if limited:
+            self._outlives()
+        self.add([(h, *pair) for h, hub in enumerate(folded.hubs) for pair in _cheapest(hub.micros)])
+
+    def _rows(self) -> None:
+        """Rows of groups, of the ends of flows, and the columns that say that a need is not met."""
+        program, groups = self.program, len(self.folded.members)
+        program.add_rows(np.ones(groups), exact=True)
+        self.source: dict[tuple[int, int], int] = {}
+        self.target: dict[tuple[int, int], int] = {}
+        sizes: dict[tuple[int, int], int] = {}
+        for h, hub in enumerate(self.folded.hubs):
+            for t, slot in enumerate(hub.slots):
+                self.source[h, t] = program.add_rows(np.zeros(hub.micros.shape[0]))
+                for part in slot.parts:
+                    sizes[part.target] = len(part.edge.at)
+        for target, size in sizes.items():
+            self.target[target] = program.add_rows(np.zeros(size))
+        rows = [np.arange(self.target[t], self.target[t] + size) for t, size in sizes.items()]
+        row = np.concatenate([np.zeros(0, int), *rows])
+        counts = [len(self.folded.members[t[0]]) for t, size in sizes.items() for _ in range(size)]
+        self.missing_counts = np.array(counts, float)
+        self.missing = program.add_columns(
+            self.price * self.missing_counts, np.arange(len(row)), row, np.ones(len(row))
+        )
+        self.missing_count = len(row)
+
+    def _strategies(self) -> None:
+        """Columns x, with their entries in all rows that are there."""
+        folded, first = self.folded, np.cumsum([0, *map(len, self.folded.cost)])
+        counts = [len(m) for m in folded.members]
+        blocks = [(np.arange(first[-1]), np.repeat(np.arange(len(counts)), np.diff(first)), np.ones(first[-1]))]
+
+        def block(group: int, rows: np.ndarray, value: float) -> None:
+            blocks.append((first[group] + np.arange(len(rows)), rows, np.full(len(rows), value)))
+
+        done = set()
+        for h, hub in enumerate(folded.hubs):
+            for t, slot in enumerate(hub.slots):
+                block(hub.group, self.source[h, t] + hub.own, 1.0)
+                for part in slot.parts:
+                    if part.target not in done:
+                        block(part.target[0], self.target[part.target] + part.edge.need, -1.0)
+                        done.add(part.target)
+        cost = np.concatenate([np.zeros(0), *(c * n for c, n in zip(folded.cost, counts))])
+        column, row, value = (np.concatenate(x) for x in zip(*blocks))
+        self.x = self.program.add_columns(cost * self.weight, column, row, value) + first
+        if self.limited:
+            for group, strategy, nbytes, when in strategy_holdings(self.problem, self.network, folded):
+                self.held.append(Holding.of(self.x[group] + strategy, nbytes, when))
+
+    def _outlives(self) -> None:
+        """Columns that say that the own layout outlives forward's first consumer, or its last."""
+        batch = _Batch(self.program.rows)
+        numbers = {}
+        for h, life in enumerate(self.lives):
+            for o, nbytes in enumerate(life.own_bytes):
+                for kind, when in (("tail", life.when.tail), ("saved", life.when.saved)):
+                    if nbytes and when[0] <= when[1]:
+                        numbers[kind, h, o] = batch.column(0.0)
+                        batch.hold(numbers[kind, h, o], nbytes, when)
+                if ("tail", h, o) in numbers and ("saved", h, o) in numbers:
+                    row = batch.row()
+                    batch.entries += [(numbers["tail", h, o], row, 1.0), (numbers["saved", h, o], row, -1.0)]
+        first = self._flush(batch)
+        self.outlives = {key: first + number for key, number in numbers.items()}
+
+    def add(self, pairs: list[Pair]) -> None:
+        """The columns and rows of these pairs."""
+        batch = _Batch(self.program.rows)
+        for h, o, q in pairs:
+            self.have[h][o, q] = True
+            self._pair(batch, h, o, q)
+        self._flush(batch)
+
+    def _flush(self, batch: _Batch) -> int:
+        """Puts a batch into the program; returns the first of its columns."""
+        self.program.add_rows(np.zeros(batch.rows), batch.old)
+        first = self.program.columns
+        entries = list(batch.entries)
+        for time, row in self.memory.items():
+            entries += [(c, row, -b / self.unit_bytes) for c, b, (i, j) in batch.held if i <= time <= j]
+        column, row, value = (np.array(x) for x in zip(*entries)) if entries else (np.zeros(0, int),) * 3
+        self.program.add_columns(np.array(batch.cost), column, row, value)
+        for c, b, (i, j) in batch.held:
+            self.held.append(Holding.of(np.array([first + c]), np.array([b]), (i, j)))
+        self.kept.update({first + c: pair for c, pair in batch.kept})
+        return first
+
+    def _pair(self, batch: _Batch, h: int, o: int, q: int) -> None:
+        """Flows from an own layout to a column, and the moves that carry them."""
+        hub = self.folded.hubs[h]
+        cost = float(hub.micros[o, q]) * self.weight
+        using = [(t, slot) for t, slot in enumerate(hub.slots) if any(p.edge.uses(q) for p in slot.parts)]
+        if self.limited:
+            self._limited_pair(batch, h, o, q, using, cost)
+            return
+        direct = hub.single
+        move = None if direct else batch.column(cost * hub.count)
+        for t, slot in using:
+            row = None
+            if move is not None:
+                row = batch.row()
+                batch.entries.append((move, row, 1.0))
+            self._flow(batch, h, t, slot, o, q, cost if direct else 0.0, row)
+
+    def _flow(
+        self, batch: _Batch, h: int, t: int, slot: Slot, o: int, q: int, cost: float, row: int | None
+    ) -> list[int]:
+        """One flow per part of a slot."""
+        made = []
+        for part in slot.parts:
+            local = part.edge.local(q)
+            if local >= 0:
+                share = part.count / (self.folded.hubs[h].count * slot.multiple)
+                entries = [(self.source[h, t] + o, -share), *([] if row is None else [(row, -share)])]
+                met = part.count / len(self.folded.members[part.target[0]])
+                made.append(batch.column(cost * part.count, *entries, (self.target[part.target] + local, met)))
+        return made
+
+    def _limited_pair(self, batch: _Batch, h: int, o: int, q: int, using: list[tuple[int, Slot]], cost: float) -> None:
+        """The same with moves per phase, kept copies, and bytes."""
+        life, own = self.lives[h], self.lives[h].same[o] == q
+        moves: dict[int, int] = {}
+        for phase in sorted({slot.phase for _, slot in using}):
+            moves[phase] = batch.column(cost)
+            when = life.when.backward if phase else life.when.forward
+            if not own:
+                batch.hold(moves[phase], life.copy_bytes[q], when)
+            elif phase:
+                batch.hold(moves[phase], life.own_bytes[o], life.when.own_backward)
+            kind = "saved" if phase else "tail" if own else ""
+            if (kind, h, o) in self.outlives:
+                row = batch.row()
+                batch.entries.append((moves[phase], row, -1.0))
+                batch.old.append((row - batch.next_row, self.outlives[kind, h, o], 1.0))
+        kept = None
+        if len(moves) == 2 and not own:
+            row = batch.row()
+            kept = batch.column(0.0, (row, -1.0))
+            batch.entries.append((moves[0], row, 1.0))
+            batch.kept.append((kept, (h, o, q)))
+            batch.hold(kept, life.copy_bytes[q], life.when.kept)
+            batch.hold(kept, life.copy_bytes[q], life.when.backward)
+        for t, slot in using:
+            row = batch.row()
+            batch.entries.append((moves[slot.phase], row, 1.0))
+            if kept is not None and slot.phase:
+                batch.entries.append((kept, row, 1.0))
+            self._flow(batch, h, t, slot, o, q, 0.0, row)
+
+    def memory_row(self, time: int) -> None:
+        """Bytes alive at a time stay within the limit, or the peak."""
+        found: dict[int, float] = {} if self.peak is None else {self.peak: 1.0}
+        for holding in self.held:
+            if holding.first <= time <= holding.last:
+                for c, b in zip(holding.columns.tolist(), holding.nbytes.tolist()):
+                    if b:
+                        found[c] = found.get(c, 0.0) - b / self.unit_bytes
+        low = -1.0 if self.peak is None else 0.0
+        row = self.program.add_rows(np.array([low]), [(0, c, b) for c, b in found.items()])
+        self.memory[time] = row
+
+    def prices(self, duals: np.ndarray) -> tuple[dict, dict]:
+        """What layouts are worth, per edge, in microseconds: `give` by (hub, slot), `take` by (group, position)."""
+        give, take = {}, {}
+        for h, hub in enumerate(self.folded.hubs):
+            owns = hub.micros.shape[0]
+            for t, slot in enumerate(hub.slots):
+                first = self.source[h, t]
+                give[h, t] = -duals[first : first + owns] / (hub.count * slot.multiple)
+                for part in slot.parts:
+                    row, count = self.target[part.target], len(self.folded.members[part.target[0]])
+                    take[part.target] = duals[row : row + len(part.edge.at)] / count
+        return give, take
+
+    def levels(self, x: np.ndarray) -> np.ndarray:
+        """Bytes alive at every time in a solution."""
+        change = np.zeros(len(self.problem.graph.nodes) + 2)
+        for holding in self.held:
+            nbytes = float(holding.nbytes @ x[holding.columns])
+            change[holding.first] += nbytes
+            change[holding.last + 1] -= nbytes
+        return np.cumsum(change)[:-1]
+
+    def unmet(self, x: np.ndarray) -> float:
+        """The sum of the needs that a solution does not meet."""
+        return float(x[self.missing : self.missing + self.missing_count].sum())
+
+    def raise_price(self) -> None:
+        """Makes needs that are not met ten times dearer."""
+        self.price *= 10.0
+        columns = np.arange(self.missing, self.missing + self.missing_count)
+        self.program.set_cost(columns, self.price * self.missing_counts)
+
+    def integer_columns(self) -> np.ndarray:
+        """x and kept."""
+        return np.array([*range(self.x[0], self.x[-1]), *self.kept], dtype=int)
+
+    def fractional(self, x: np.ndarray) -> bool:
+        """Whether a column that must be integer is not."""
+        values = x[self.integer_columns()]
+        return bool((np.abs(values - np.round(values)) > 1e-6).any())
 
     def assignment(self, x: np.ndarray) -> Assignment:
         """The choice that a solution stands for."""
-        chosen = tuple(int(np.argmax(x[columns])) for columns in self.x)
-        return Assignment(chosen, frozenset(key for key, column in self.kept.items() if x[column] > 0.5))
+        chosen = {}
+        for group, members in enumerate(self.folded.members):
+            best = int(np.argmax(x[self.x[group] : self.x[group + 1]]))
+            chosen.update(dict.fromkeys(members, best))
+        full = expand(self.network, chosen)
+        complete = tuple(full[k] for k in range(len(self.problem.vertices)))
+        if not self.limited:
+            return Assignment(complete, all_kept(self.problem, complete))
+        copies = ((self.folded.hubs[h].name, q) for c, (h, _, q) in self.kept.items() if x[c] > 0.5)
+        return Assignment(complete, frozenset((name, self.network.hubs[name].targets[q]) for name, q in copies))
 
 
-def formulate(problem: Problem) -> Formulation:
-    """The program without memory rows."""
-    form = Formulation(problem)
-    _choices(form)
-    _ties(form)
+def all_kept(problem: Problem, chosen: tuple[int, ...]) -> frozenset[tuple[str, Layout]]:
+    """Every copy of forward that backward reads too."""
+    found = set()
     for name in problem.made_by:
-        _value(form, name)
-    return form
+        own = layout_of(problem, chosen, name)
+        both = needed_layouts(problem, chosen, name, 0) & needed_layouts(problem, chosen, name, 1)
+        found.update((name, q) for q in both if q != own)
+    return frozenset(found)
 
 
-def _choices(form: Formulation) -> None:
-    for vertex in form.problem.vertices:
-        columns = [form.program.variable(seconds * MICRO, integer=True) for seconds in vertex.seconds]
-        form.program.row([(c, 1.0) for c in columns], 1.0, 1.0)
-        form.x.append(columns)
-
-
-def _ties(form: Formulation) -> None:
-    for parameter, gradient in form.problem.ties:
-        sources = {
-            layouts[0]: c for layouts, c in zip(form.problem.vertices[parameter].give_layouts, form.x[parameter])
-        }
-        for layouts, column in zip(form.problem.vertices[gradient].need_layouts, form.x[gradient]):
-            source = sources.pop(layouts[0], None)
-            terms = [(column, 1.0)] + ([] if source is None else [(source, -1.0)])
-            form.program.row(terms, 0.0, 0.0)
-        for source in sources.values():
-            form.program.row([(source, 1.0)], 0.0, 0.0)
-
-
-def _value(form: Formulation, name: str) -> None:
-    problem = form.problem
-    maker = problem.made_by[name]
-    place = problem.vertices[maker].gives.index(name)
-    own: dict[Layout, list[int]] = {}
-    for layouts, column in zip(problem.vertices[maker].give_layouts, form.x[maker]):
-        layout = layouts[place]
-        assert layout is not None
-        own.setdefault(layout, []).append(column)
-    form.own[name] = own
-    for phase in (0, 1):
-        users = [(v, k) for v, k in problem.used_by[name] if problem.vertices[v].phase == phase]
-        if users:
-            _flows(form, name, phase, own, users)
-    if problem.settings.memory_limit_bytes is not None:
-        _memory_variables(form, name, own)
-
-
-def _readers(form: Formulation, vertex: int, position: int) -> dict[Layout, list[int]]:
-    """Layout -> the x of the strategies that read the value in it."""
-    found: dict[Layout, list[int]] = {}
-    for layouts, column in zip(form.problem.vertices[vertex].need_layouts, form.x[vertex]):
-        found.setdefault(layouts[position], []).append(column)
-    return found
-
-
-def _flows(
-    form: Formulation, name: str, phase: int, own: dict[Layout, list[int]], users: list[tuple[int, int]]
-) -> None:
-    """The value flows from its own layout to what each consumer reads; moves are shared between consumers."""
-    problem, program = form.problem, form.program
-    readers = [_readers(form, *user) for user in users]
-    targets = list(dict.fromkeys(layout for by_layout in readers for layout in by_layout))
-    single = len(users) == 1
-    keepable = phase == 1 and any((name, 0) in form.reached and q in form.reached[(name, 0)] for q in targets)
-    moves: dict[tuple[Layout, Layout], int] = {}
-    for source in own:
-        for target in targets:
-            seconds = problem.transport_s(name, source, target)
-            if seconds < INFINITY and not (
-                source == target and not single and problem.settings.memory_limit_bytes is None
-            ):
-                moves[source, target] = program.variable(seconds * MICRO)
-                form.move[(name, phase, source, target)] = moves[source, target]
-    form.reached[(name, phase)] = set(targets)
-    if keepable:
-        _keep(form, name, targets)
-    for by_layout in readers:
-        flow = _flow(form, name, own, by_layout, None if single and not keepable else moves, moves)
-        for (source, target), column in flow.items():
-            if column == moves.get((source, target)):
-                continue
-            terms = [(column, 1.0)]
-            if (source, target) in moves:
-                terms.append((moves[source, target], -1.0))
-            elif source == target:
-                continue
-            if (kept := form.kept.get((name, target))) is not None and phase == 1:
-                terms.append((kept, -1.0))
-            program.row(terms, -INFINITY, 0.0)
-    if phase == 1 and problem.settings.memory_limit_bytes is not None and _made_forward(problem, name):
-        for source in own:
-            saved = form.saved[(name, source)] = program.variable()
-            for (start, _), move in moves.items():
-                if start == source:
-                    program.row([(saved, 1.0), (move, -1.0)], 0.0, INFINITY)
-
-
-def _flow(
-    form: Formulation,
-    name: str,
-    own: dict[Layout, list[int]],
-    by_layout: dict[Layout, list[int]],
-    separate: dict | None,
-    moves: dict[tuple[Layout, Layout], int],
-) -> dict[tuple[Layout, Layout], int]:
-    """The transport polytope between a value's own layouts and those of one consumer."""
-    program = form.program
-    flow: dict[tuple[Layout, Layout], int] = {}
-    for source in own:
-        for target in by_layout:
-            if form.problem.transport_s(name, source, target) < INFINITY or (name, target) in form.kept:
-                flow[source, target] = moves[source, target] if separate is None else program.variable()
-    for source, columns in own.items():
-        program.row([*((flow[s, t], 1.0) for s, t in flow if s == source), *((x, -1.0) for x in columns)], 0.0, 0.0)
-    for target, columns in by_layout.items():
-        program.row([*((flow[s, t], 1.0) for s, t in flow if t == target), *((x, -1.0) for x in columns)], 0.0, 0.0)
-    return flow
-
-
-def _keep(form: Formulation, name: str, targets: list[Layout]) -> None:
-    """kept <= the moves that made the copy in forward."""
-    for target in targets:
-        makers = [c for (v, p, s, t), c in form.move.items() if (v, p, t) == (name, 0, target) and s != t]
-        if makers:
-            column = form.program.variable()
-            form.kept[(name, target)] = column
-            form.program.row([(column, 1.0), *((c, -1.0) for c in makers)], -INFINITY, 0.0)
-
-
-def _made_forward(problem: Problem, name: str) -> bool:
-    return problem.vertices[problem.made_by[name]].phase == 0 and name not in problem.persistent
-
-
-def _memory_variables(form: Formulation, name: str, own: dict[Layout, list[int]]) -> None:
-    """tail >= move to the own layout in forward, and >= saved."""
-    for source in own:
-        causes = [form.move.get((name, 0, source, source)), form.saved.get((name, source))]
-        if name in form.problem.persistent or causes == [None, None]:
-            continue
-        tail = form.program.variable()
-        form.tail[(name, source)] = tail
-        for cause in causes:
-            if cause is not None:
-                form.program.row([(tail, 1.0), (cause, -1.0)], 0.0, INFINITY)
-
-
-def memory_terms(form: Formulation, time: int) -> list[tuple[int, float]]:
-    """The bytes alive at a time, as a linear function of the variables. The same sum as in `evaluate.py`."""
-    terms: dict[int, float] = {}
-    problem = form.problem
-    lives = {name: intervals(problem, name) for name in form.own}
-
-    def add(column: int, nbytes: float, interval: tuple[int, int]) -> None:
-        if nbytes and interval[0] <= time <= interval[1]:
-            terms[column] = terms.get(column, 0.0) + nbytes
-
-    for name, own in form.own.items():
-        for layout, columns in own.items():
-            for column in columns:
-                add(column, problem.own_bytes(name, layout), lives[name].own)
-    for (name, layout), column in form.tail.items():
-        add(column, problem.own_bytes(name, layout), lives[name].tail)
-    for (name, layout), column in form.saved.items():
-        add(column, problem.own_bytes(name, layout), lives[name].saved)
-    for (name, phase, source, target), column in form.move.items():
-        if source != target:
-            interval = lives[name].backward if phase else lives[name].forward
-            add(column, problem.local_bytes(name, target), interval)
-        elif phase:
-            add(column, problem.own_bytes(name, target), lives[name].own_backward)
-    for (name, layout), column in form.kept.items():
-        add(column, problem.local_bytes(name, layout), lives[name].kept)
-        add(column, problem.local_bytes(name, layout), lives[name].backward)
-    return list(terms.items())
-
-
-def add_memory_row(form: Formulation, time: int) -> None:
-    """Bytes alive at a time stay within the limit."""
-    limit = form.problem.settings.memory_limit_bytes
-    assert limit is not None
-    scale = 1.0 / max(limit, 1)
-    form.program.row([(c, b * scale) for c, b in memory_terms(form, time)], -INFINITY, 1.0)
+def _cheapest(micros: np.ndarray) -> list[tuple[int, int]]:
+    """Pairs to begin with: the cheapest, or nearly so, of every own layout and of every column, and those with the own
+    layout that reaches all columns best, and with the column that is reached best (both are Replicate, mostly)."""
+    start = micros <= micros.min(1, keepdims=True) + NEARLY
+    start |= micros <= micros.min(0, keepdims=True) + NEARLY
+    start[:, micros.sum(0).argmin()] = True
+    start[micros.sum(1).argmin(), :] = True
+    return [(int(o), int(q)) for o, q in np.argwhere(start & (micros < FORBIDDEN))]

@@ -138,11 +138,14 @@ def strategies(
             continue
         operands = tuple(zip(*(o.operands for o in combination))) if names else ()
         results = tuple(
-            None if v is None else tuple(o.results[r] for o in combination) for r, v in enumerate(node.results)
+            None if v is None else tuple(p for o in combination if (p := o.results[r]) is not None)
+            for r, v in enumerate(node.results)
         )
         if not all(is_valid(s, layout, mesh) for s, layout in zip(shapes, operands)):
             continue
-        if not all(v is None or is_valid(v.shape, layout, mesh) for v, layout in zip(node.results, results)):
+        if not all(
+            v is None or layout is None or is_valid(v.shape, layout, mesh) for v, layout in zip(node.results, results)
+        ):
             continue
         share = _share(combination, mesh)
         found.append(Strategy(operands, results, tuple(o.choice for o in combination), share))

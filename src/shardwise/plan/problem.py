@@ -16,11 +16,12 @@ live all the time, parameters with their optimizer state.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ..cluster.model import Cluster
 from ..cost.compute import roofline_s
 from ..errors import ConstraintError
-from ..ir.graph import BACKWARD, FORWARD, ITEM_BYTES, Graph, Value
+from ..ir.graph import BACKWARD, FORWARD, ITEM_BYTES, Graph, Node, Value
 from ..ir.liveness import storage_of
 from ..ir.placement import Layout, Partial, R, Shard, format_layout, is_valid, max_local_elements
 from ..ir.runner import call_of
@@ -267,25 +268,33 @@ class _Builder:
     def nodes(self) -> list[Vertex]:
         """One vertex per node; equal nodes share their tables."""
         found = []
+        known: dict[tuple, tuple] = {}
         for k, (node, rule) in enumerate(zip(self.graph.nodes, self.rules)):
-            options = axis_options(node, self.graph, rule, self.cuts)
-            chosen = strategies(node, self.graph, options, self.mesh, rule)
-            names = call_of(node, self.graph.values)[1]
-            found.append(
-                Vertex(
-                    node.name,
-                    int(node.phase == BACKWARD),
-                    k,
-                    names,
-                    tuple(None if v is None else v.name for v in node.results),
-                    tuple(s.operands for s in chosen),
-                    tuple(s.results for s in chosen),
-                    tuple(self.seconds(k, s.share, s.operands, s.results) for s in chosen),
-                    tuple(s.choice for s in chosen),
-                    tuple(s.share for s in chosen),
-                )
-            )
+            key = (id(rule), self.flops.get(node.name, 0.0), *map(self._kind, node.operands), len(node.operands))
+            key += tuple(None if v is None else self._kind(v.name) for v in node.results)
+            if key not in known:
+                known[key] = self._tables(k, node, rule)
+            gives = tuple(None if v is None else v.name for v in node.results)
+            found.append(Vertex(node.name, int(node.phase == BACKWARD), k, node.operands, gives, *known[key]))
         return found
+
+    def _kind(self, name: str) -> tuple:
+        """All of a value that the strategies of its nodes depend on."""
+        value = self.graph.values[name]
+        cuts = tuple(frozenset(self.cuts.get((name, dim), ())) for dim in range(len(value.shape)))
+        return value.shape, value.dtype, self.owner[name] == name, cuts
+
+    def _tables(self, k: int, node: Node, rule: Rule) -> tuple:
+        """The fields of a vertex that depend on its strategies."""
+        options = axis_options(node, self.graph, rule, self.cuts)
+        chosen = strategies(node, self.graph, options, self.mesh, rule)
+        return (
+            tuple(s.operands for s in chosen),
+            tuple(s.results for s in chosen),
+            tuple(self.seconds(k, s.share, s.operands, s.results) for s in chosen),
+            tuple(s.choice for s in chosen),
+            tuple(s.share for s in chosen),
+        )
 
     def seconds(self, k: int, share: float, operands: tuple[Layout, ...], results: tuple[Layout | None, ...]) -> float:
         """Roofline time of a node under a strategy; views are free."""
@@ -312,19 +321,10 @@ class _Builder:
             value = self.graph.values[item.name]
             layouts = self._output_layouts(item.kind, item.path, value)
             backward = item.kind == "gradient"
-            found.append(
-                Vertex(
-                    f"output {item.path}",
-                    int(backward),
-                    len(self.graph.nodes) if backward else forward_end,
-                    (item.name,),
-                    (),
-                    tuple((x,) for x in layouts),
-                    ((),) * len(layouts),
-                    (0.0,) * len(layouts),
-                    ((),) * len(layouts),
-                )
-            )
+            time = len(self.graph.nodes) if backward else forward_end
+            nothing, free = _nothing(len(layouts))
+            name = f"output {item.path}"
+            found.append(Vertex(name, int(backward), time, (item.name,), (), _single(layouts), nothing, free, nothing))
         return found
 
     def _output_layouts(self, kind: str, path: str, value: Value) -> tuple[Layout, ...]:
@@ -353,5 +353,17 @@ class _Builder:
 
 
 def _source(name: str, layouts: tuple[Layout, ...]) -> Vertex:
-    count = len(layouts)
-    return Vertex(name, 0, -1, (), (name,), ((),) * count, tuple((x,) for x in layouts), (0.0,) * count, ((),) * count)
+    nothing, free = _nothing(len(layouts))
+    return Vertex(name, 0, -1, (), (name,), nothing, _single(layouts), free, nothing)
+
+
+@lru_cache(maxsize=1 << 12)
+def _single(layouts: tuple[Layout, ...]) -> tuple[tuple[Layout], ...]:
+    """A table with one column: the same object for equal layouts."""
+    return tuple((x,) for x in layouts)
+
+
+@lru_cache(maxsize=1 << 12)
+def _nothing(count: int) -> tuple[tuple[tuple[()], ...], tuple[float, ...]]:
+    """An empty table and no costs."""
+    return ((),) * count, (0.0,) * count

@@ -11,6 +11,9 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+
+import numpy as np
 
 from ..cluster.links import AxisLink
 from ..cost.collectives import collective_s
@@ -44,6 +47,12 @@ class Resharding:
         if source == target:
             return 0.0
         return _path(self.mesh, self.links, shape, item_bytes, source, target)[0]
+
+    def table(
+        self, shape: tuple[int, ...], item_bytes: int, sources: tuple[Layout, ...], targets: tuple[Layout, ...]
+    ) -> np.ndarray:
+        """`seconds` of every source (row) and target (column) at once."""
+        return _table(self.mesh, self.links, shape, item_bytes, sources, targets)
 
     def path(self, shape: tuple[int, ...], item_bytes: int, source: Layout, target: Layout) -> tuple[Move, ...]:
         """The moves of the cheapest path. Asserts that there is one."""
@@ -138,3 +147,91 @@ def _path(
                 count += 1
                 heapq.heappush(queue, (total, count, move.target, (*moves, move)))
     return float("inf"), ()
+
+
+@lru_cache(maxsize=1 << 12)
+def _table(
+    mesh: tuple[int, ...],
+    links: tuple[AxisLink, ...],
+    shape: tuple[int, ...],
+    item: int,
+    sources: tuple[Layout, ...],
+    targets: tuple[Layout, ...],
+) -> np.ndarray:
+    """What `_path` finds, for all pairs together.
+
+    On every axis a path is at its source (0), at Replicate (1) or at its target (2): with n axes 3**n places, over
+    which the distances of all pairs are relaxed at once. Moves away from the target come last, and start it over.
+    """
+    axes = range(len(mesh))
+    known = tuple(sorted({p for layout in (*sources, *targets) for p in layout} - {R}, key=str))
+    number = {p: k for k, p in enumerate((R, *known))}
+    steps = _steps(mesh, links, shape, item, (R, *known))
+    stride = [len(number) ** (len(mesh) - 1 - a) for a in axes]
+    start = [np.array([number[s[a]] for s in sources])[:, None] for a in axes]
+    goal = [np.array([number[t[a]] for t in targets])[None, :] for a in axes]
+
+    def seconds(place: tuple[int, ...], axis: int, there: int) -> np.ndarray:
+        rows = sum((start[a] * stride[a] for a in axes if place[a] == 0), np.zeros((1, 1), int)) * len(number)
+        columns = sum((goal[a] * stride[a] for a in axes if place[a] == 2), np.zeros((1, 1), int)) * len(number)
+        return steps[axis].take(rows + (columns + goal[axis] if there == 2 else columns))
+
+    places = list(product(range(3), repeat=len(mesh)))
+    ahead = [(p, a, there) for p in sorted(places, key=sum) for a in axes for there in range(p[a] + 1, 3) if there]
+    back = [(p, a, 1) for p in places for a in axes if p[a] == 2]
+    cost = {move: seconds(*move) for move in (*ahead, *back)}
+    best = {p: np.full((len(sources), len(targets)), 0.0 if not any(p) else np.inf) for p in places}
+    changed = True
+    while changed:
+        for place, axis, there in ahead:
+            after = best[(*place[:axis], there, *place[axis + 1 :])]
+            np.minimum(after, best[place] + cost[place, axis, there], out=after)
+        changed = False
+        for place, axis, there in back:
+            after = best[(*place[:axis], there, *place[axis + 1 :])]
+            reached = best[place] + cost[place, axis, there]
+            if (reached < after).any():
+                changed = True
+                np.minimum(after, reached, out=after)
+    found = best[(2,) * len(mesh)]
+    found.setflags(write=False)
+    return found
+
+
+@lru_cache(maxsize=1 << 12)
+def _steps(
+    mesh: tuple[int, ...], links: tuple[AxisLink, ...], shape: tuple[int, ...], item: int, known: tuple[Placement, ...]
+) -> list[np.ndarray]:
+    """Per axis, the seconds of one move from a layout (numbered in the base of `known`) to a placement on that axis;
+    zero to the one that is there."""
+    layouts = list(product(known, repeat=len(mesh)))
+    valid = [is_valid(shape, layout, mesh) for layout in layouts]
+    elements = [max_local_elements(shape, x, mesh) if ok else 0 for x, ok in zip(layouts, valid)]
+    steps = [np.full((len(layouts), len(known)), np.inf) for _ in mesh]
+    for axis in range(len(mesh)):
+        stride = len(known) ** (len(mesh) - 1 - axis)
+        for code, layout in enumerate(layouts):
+            here = layout[axis]
+            steps[axis][code, known.index(here)] = 0.0
+            if not valid[code] or (isinstance(here, Shard) and _nested_later(layout, axis, here)):
+                continue
+            whole = code - known.index(here) * stride
+            for digit, there in enumerate(known):
+                after = whole + digit * stride
+                kind = None if there == here else _kind(here, there)
+                if kind is None or not valid[after] or not _direct(layout, axis, there):
+                    continue
+                local = kind in ("slice", "zero")
+                steps[axis][code, digit] = LOCAL_S + (
+                    0.0 if local else collective_s(kind, elements[whole] * item, links[axis])
+                )
+    return steps
+
+
+def _direct(layout: Layout, axis: int, there: Placement) -> bool:
+    """Whether an axis may go to this placement: no later axis cuts that factor already, and no dim changes its unit."""
+    if not isinstance(there, Shard):
+        return True
+    here = layout[axis]
+    same_dim = isinstance(here, Shard) and here.dim == there.dim  # the same dim in other units: gather and cut
+    return not same_dim and not _nested_later(layout, axis, there)

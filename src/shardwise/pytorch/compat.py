@@ -108,7 +108,7 @@ def unwrap_functional(tensor: Tensor) -> Tensor:
 
 def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
     """The innermost hooks for saved tensors (pack, unpack), which have no public reader; also while tracing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 ValueLess = (GuardOnDataDependentSymNode, DataDependentOutputException)

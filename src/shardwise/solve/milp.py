@@ -1,48 +1,17 @@
-"""Mixed-integer linear programs through HiGHS. The only file that imports highspy.
+"""Linear programs that grow, and their integer versions, through HiGHS. The only file that imports highspy.
 
-Limits are nodes, never seconds, so that the same problem gives the same answer on every machine.
+Rows and columns are added between solves, each of which goes on from the last basis. All variables are >= 0. Limits
+are nodes, never seconds, so that the same problem gives the same answer on every machine.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import highspy
 import numpy as np
 
 INFINITY = float("inf")
-
-
-@dataclass
-class Program:
-    """minimize cost @ x subject to row_low <= A x <= row_high, low <= x <= high, some x integer. Built row by row."""
-
-    cost: list[float] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-    integer: list[bool] = field(default_factory=list)
-    row_low: list[float] = field(default_factory=list)
-    row_high: list[float] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])
-    columns: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-
-    def variable(self, cost: float = 0.0, low: float = 0.0, high: float = 1.0, integer: bool = False) -> int:
-        """Adds a variable; returns its index."""
-        self.cost.append(cost)
-        self.low.append(low)
-        self.high.append(high)
-        self.integer.append(integer)
-        return len(self.cost) - 1
-
-    def row(self, terms: list[tuple[int, float]], low: float, high: float) -> None:
-        """Adds low <= sum(coefficient * x[index]) <= high. An index may appear only once."""
-        for column, value in terms:
-            self.columns.append(column)
-            self.values.append(value)
-        self.starts.append(len(self.columns))
-        self.row_low.append(low)
-        self.row_high.append(high)
 
 
 @dataclass(frozen=True)
@@ -57,48 +26,114 @@ class Solution:
     nodes: int
 
 
-def solve(program: Program, max_nodes: int = 20_000, gap: float = 0.0, start: np.ndarray | None = None) -> Solution:
-    """Solves to optimality, or to `max_nodes` nodes of the search tree. `start` is a feasible point to begin with."""
+@dataclass(frozen=True)
+class Optimum:
+    """A solved linear program. status: optimal | infeasible | unknown."""
+
+    status: str
+    objective: float
+    x: np.ndarray
+    duals: np.ndarray
+
+
+class GrowingProgram:
+    """minimize cost @ x subject to low <= A x (or low = A x), x >= 0."""
+
+    def __init__(self) -> None:
+        self.solver = _single_threaded()
+        self.solver.setOptionValue("presolve", "off")  # a basis to go on from is worth more
+        self.columns = 0
+        self.rows = 0
+
+    def add_rows(
+        self, low: np.ndarray, entries: list[tuple[int, int, float]] | None = None, exact: bool = False
+    ) -> int:
+        """Rows with these lower bounds (or right-hand sides, if exact) and (row counted from 0, column, value)
+        entries; returns the first's index."""
+        first, n = self.rows, len(low)
+        rows, columns, values = (np.array(x) for x in zip(*sorted(entries))) if entries else (np.zeros(0),) * 3
+        starts = np.searchsorted(rows, np.arange(n)).astype(np.int32)
+        self.solver.addRows(
+            n,
+            low,
+            low if exact else np.full(n, INFINITY),
+            len(rows),
+            starts,
+            columns.astype(np.int32),
+            values.astype(float),
+        )
+        self.rows += n
+        return first
+
+    def add_columns(self, cost: np.ndarray, column: np.ndarray, row: np.ndarray, value: np.ndarray) -> int:
+        """Columns with these costs; entry k of `column` (counted from 0), `row`, `value` is an entry of the matrix."""
+        first, n = self.columns, len(cost)
+        order = np.argsort(column, kind="stable")
+        starts = np.searchsorted(column[order], np.arange(n))
+        self.solver.addCols(
+            n,
+            np.asarray(cost, float),
+            np.zeros(n),
+            np.full(n, INFINITY),
+            len(column),
+            starts.astype(np.int32),
+            row[order].astype(np.int32),
+            value[order].astype(float),
+        )
+        self.columns += n
+        return first
+
+    def set_cost(self, columns: np.ndarray, cost: np.ndarray) -> None:
+        """Other costs for some columns."""
+        self.solver.changeColsCost(len(columns), columns.astype(np.int32), cost.astype(float))
+
+    def solve(self) -> Optimum:
+        """Minimizes by the dual simplex method."""
+        self.solver.run()
+        status = self.solver.getModelStatus()
+        name = {
+            highspy.HighsModelStatus.kOptimal: "optimal",
+            highspy.HighsModelStatus.kInfeasible: "infeasible",
+        }.get(status, "unknown")
+        solution = self.solver.getSolution()
+        return Optimum(
+            name,
+            self.solver.getInfo().objective_function_value,
+            np.array(solution.col_value),
+            np.array(solution.row_dual),
+        )
+
+    def solve_integer(self, integer: np.ndarray, max_nodes: int, gap: float) -> Solution:
+        """The same program with some columns integer."""
+        whole = _single_threaded(max_nodes, gap)
+        whole.passModel(self.solver.getLp())
+        kinds = np.full(len(integer), int(highspy.HighsVarType.kInteger), np.uint8)
+        whole.changeColsIntegrality(len(integer), integer.astype(np.int32), kinds)
+        whole.run()
+        return _read(whole, self.columns)
+
+
+def _single_threaded(max_nodes: int = 20_000, gap: float = 0.0) -> highspy.Highs:
+    """A silent solver that does the same on every run."""
     solver = highspy.Highs()
-    solver.setOptionValue("output_flag", bool(__import__("os").environ.get("HL")))
+    solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("random_seed", 0)
     solver.setOptionValue("mip_max_nodes", max_nodes)
     solver.setOptionValue("mip_rel_gap", gap)
     solver.setOptionValue("mip_abs_gap", 1e-9)
-    solver.passModel(_model(program))
-    if start is not None:
-        warm = highspy.HighsSolution()
-        warm.col_value = list(start)
-        solver.setSolution(warm)
-    solver.run()
+    return solver
+
+
+def _read(solver: highspy.Highs, columns: int) -> Solution:
+    """What a solver that has run knows."""
     status = solver.getModelStatus()
     info = solver.getInfo()
     x = np.array(solver.getSolution().col_value)
-    found = info.primal_solution_status == 2 and len(x) == len(program.cost)
+    found = info.primal_solution_status == 2 and len(x) == columns
     name = {
         highspy.HighsModelStatus.kOptimal: "optimal",
         highspy.HighsModelStatus.kInfeasible: "infeasible",
     }.get(status, "feasible" if found else "unknown")
-    mip = any(program.integer)
-    bound = info.mip_dual_bound if mip else info.objective_function_value
     objective = info.objective_function_value if found else INFINITY
-    return Solution(name, x, objective, bound, solver.getRunTime(), max(0, int(info.mip_node_count)))
-
-
-def _model(program: Program) -> highspy.HighsLp:
-    lp = highspy.HighsLp()
-    lp.num_col_ = len(program.cost)
-    lp.num_row_ = len(program.row_low)
-    lp.col_cost_ = np.array(program.cost, dtype=np.double)
-    lp.col_lower_ = np.array(program.low, dtype=np.double)
-    lp.col_upper_ = np.array(program.high, dtype=np.double)
-    lp.row_lower_ = np.array(program.row_low, dtype=np.double)
-    lp.row_upper_ = np.array(program.row_high, dtype=np.double)
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = np.array(program.starts, dtype=np.int32)
-    lp.a_matrix_.index_ = np.array(program.columns, dtype=np.int32)
-    lp.a_matrix_.value_ = np.array(program.values, dtype=np.double)
-    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-    lp.integrality_ = [kinds[flag] for flag in program.integer]
-    return lp
+    return Solution(name, x, objective, info.mip_dual_bound, solver.getRunTime(), max(0, int(info.mip_node_count)))

@@ -1,0 +1,125 @@
+"""The planner against brute force, its certificate, determinism, and what it does when the solver fails."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from shardwise.errors import MemoryLimitError
+from shardwise.plan import planner
+from shardwise.plan.certificate import check
+from shardwise.plan.planner import optimise
+
+from .small_problems import all_plans, random_problem
+
+MESHES = ((2,), (2, 2))
+SEEDS = range(20)
+PER_SEED = 5
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_equals_brute_force(seed: int, mesh: tuple[int, ...]) -> None:
+    """200 problems; in each the unlimited one, one whose limit binds, and one that is infeasible."""
+    for k in range(PER_SEED):
+        problem = random_problem(seed * PER_SEED + k, mesh)
+        plans = all_plans(problem)
+        best = min(e.seconds for _, e in plans)
+        outcome = optimise(problem)
+        assert outcome.status == "optimal"
+        assert outcome.evaluation.seconds == pytest.approx(best, rel=1e-6)
+        assert outcome.certificate is not None
+        assert check(problem, outcome.certificate()) <= best * (1 + 1e-9)
+        least = min(e.peak_bytes for _, e in plans)
+        peak = min(e.peak_bytes for _, e in plans if e.seconds <= best * (1 + 1e-9))
+        rng = random.Random(seed)
+        if peak > least:
+            limit = rng.choice((least, (least + peak) // 2, peak - 1))
+            fitting = min(e.seconds for _, e in plans if e.peak_bytes <= limit)
+            limited = replace(problem, settings=replace(problem.settings, memory_limit_bytes=limit))
+            outcome = optimise(limited)
+            assert outcome.evaluation.peak_bytes <= limit
+            assert outcome.evaluation.seconds == pytest.approx(fitting, rel=1e-6), (outcome.status, outcome.gap)
+            assert outcome.bound_s <= fitting * (1 + 1e-6)
+            assert outcome.status == "optimal"
+        if k == 0:
+            limited = replace(problem, settings=replace(problem.settings, memory_limit_bytes=least - 1))
+            with pytest.raises(MemoryLimitError) as error:
+                optimise(limited)
+            assert error.value.least_bytes == least
+
+
+def test_certificate_proves_the_bound() -> None:
+    """Where nothing had to be branched on, the prices prove the optimum itself."""
+    proven = 0
+    for seed in range(30):
+        problem = random_problem(seed, (2, 2))
+        outcome = optimise(problem)
+        assert outcome.certificate is not None
+        bound = check(problem, outcome.certificate())
+        if outcome.nodes == 0:
+            proven += 1
+            assert bound == pytest.approx(outcome.evaluation.seconds, rel=1e-6)
+    assert proven >= 20
+
+
+def test_a_wrong_certificate_proves_less() -> None:
+    problem = random_problem(1, (2,))
+    outcome = optimise(problem)
+    assert outcome.certificate is not None
+    certificate = outcome.certificate()
+    for prices in certificate.take.values():
+        for layout in prices:
+            prices[layout] += 1e-6
+    assert check(problem, certificate) < outcome.evaluation.seconds
+
+
+def test_folded_bounds_are_lower_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folded program is a relaxation after any number of rounds."""
+    monkeypatch.setattr(planner, "LARGE", 0)
+    for rounds in (1, 2, 3):
+        monkeypatch.setattr(planner, "ROUNDS", (rounds, None))
+        for seed in range(10):
+            problem = random_problem(seed, (2,))
+            best = min(e.seconds for _, e in all_plans(problem))
+            outcome = optimise(problem)
+            assert outcome.bound_s <= best * (1 + 1e-9) and outcome.evaluation.seconds >= best * (1 - 1e-9)
+            assert outcome.gap <= planner.LARGE_GAP
+
+
+SCRIPT = """
+from tests.unit.small_problems import random_problem
+from shardwise.plan.planner import optimise
+for seed in range(6):
+    a = optimise(random_problem(seed, (2, 2))).assignment
+    print(a.chosen, sorted((n, str(q)) for n, q in a.kept))
+"""
+
+
+def test_deterministic() -> None:
+    """Five times in one process, and in fresh processes with other hash seeds."""
+    problem = random_problem(7, (2, 2))
+    assert len({optimise(problem).assignment for _ in range(5)}) == 1
+    outputs = set()
+    for seed in ("0", "1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        run = subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
+        )
+        outputs.add(run.stdout)
+    assert len(outputs) == 1
+
+
+def test_solver_failure_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solver that finds nothing costs quality, never a crash."""
+    monkeypatch.setattr(planner, "relax", lambda form: planner.Relaxed("unknown", None, None, 0.0))
+    problem = random_problem(3, (2,))
+    outcome = optimise(problem)
+    assert outcome.status == "fallback"
+    assert outcome.evaluation.seconds < float("inf")
+    assert outcome.bound_s <= outcome.evaluation.seconds
