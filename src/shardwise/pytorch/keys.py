@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .state import refuse_alone
+
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
 _OWN = frozenset(nn.Module().__dict__) | {"_shardwise"}
@@ -113,7 +115,11 @@ def module_key(module: nn.Module) -> Key:
         fields = sub.__dict__
         walk.identity(sub, "")
         parts += (name, type(sub).__qualname__, fields["training"])
-        parts += [(k, text(v)) for k, v in fields.items() if k not in _OWN]
+        for key, value in fields.items():
+            if key not in _OWN:
+                kind = type(value)
+                # The value itself where it can stand for itself: text would cost more than all the rest.
+                parts += (key, kind, value) if kind in _PLAIN else (key, text(value))
         for key, tensor in fields["_parameters"].items():
             if tensor is None:
                 parts.append(key)
@@ -125,7 +131,7 @@ def module_key(module: nn.Module) -> Key:
         if sub is not module:  # the module's own hooks run around the program, not in it
             for key in _HOOKS:
                 if fields[key]:
-                    parts += [text(hook) for hook in fields[key].values()]
+                    parts += [text(hook) for hook in fields[key].values() if hook is not refuse_alone]
         stack += [(f"{name}.{key}", child) for key, child in fields["_modules"].items() if child is not None]
     return Key(tuple(parts), tuple(walk.local), tuple(walk.alive))
 

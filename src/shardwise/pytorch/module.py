@@ -74,7 +74,7 @@ class Runtime:
         self.epochs_seen = 0
         self.alive: list[Any] = []
         self.marks: dict[Any, int] = {}
-        """Part of a key -> its mark; hashing the same text in every step would cost most of the overhead."""
+        """Epoch, or what the arguments contribute -> its mark; making it in every step would cost too much."""
         self.tables: dict[int, dict[str, tuple[dict[str, Any], str]]] = {}
         """Epoch -> path of a parameter or buffer -> (the table that holds it, its name there)."""
         self.inherited: dict[Any, int] = {}
@@ -96,11 +96,11 @@ class Runtime:
             return (None,) * len(self.shape)
         return tuple(self.mesh.get_group(axis) for axis in range(len(self.shape)))
 
-    def mark(self, shared: tuple[Any, ...]) -> int:
-        """The mark of a part of a key."""
-        found = self.marks.get(shared)
+    def mark(self, name: Any, key: Key) -> int:
+        """The mark of a part of a key, remembered under a name."""
+        found = self.marks.get(name)
         if found is None:
-            found = self.marks[shared] = mark(shared)
+            found = self.marks[name] = mark(key.shared)
         return found
 
     def epoch(self, module: nn.Module, key: Key, arguments: Key) -> int:
@@ -256,9 +256,9 @@ def _statement(runtime: Runtime, module: nn.Module, call: Call) -> Statement:
     look = runtime.device.type == "cpu" or calls % 100 == 0
     return Statement(
         calls,
-        runtime.mark(key.shared),
+        runtime.mark(epoch, key),
         epoch,
-        runtime.mark(arguments.shared),
+        runtime.mark(arguments.shared, arguments),
         checksum(call.others()) if look else 0,
         call.rows,
         call.batched,
