@@ -1,7 +1,9 @@
 """One GPU: capture there, rules verified again there, the planned program against eager, predicted against measured
 memory.
 
-python -m benchmarks.gpu [--json FILE] [--quick]        under four minutes; without a GPU it says so and measures nothing
+python -m benchmarks.gpu [--json FILE] [--quick]
+
+Under four minutes; without a GPU it says so and measures nothing.
 """
 
 from __future__ import annotations

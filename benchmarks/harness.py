@@ -108,10 +108,10 @@ def child(module: str, arguments: Mapping[str, Any], ranks: int | None = None, *
     if ranks is not None:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", module, "--child", json.dumps(arguments)]
-    found = dict(os.environ, **env)
+    found = {"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ, **env)  # spinning threads suffer from a busy machine
     if sys.platform == "linux":
         found.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    done = subprocess.run(command, env=found, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{module} {arguments} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return list(_rows(done.stdout))

@@ -17,7 +17,7 @@ import cyclopts
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .api import plan_model, rules_of
+from .api import plan_model, rules_of, ship_rules
 from .demo import LARGEST_DIFFERENCE, Comparison, Options, run_demo
 from .errors import InputError, ShardwiseError
 from .models.training import Recipe
@@ -89,6 +89,8 @@ class _DemoView:
         elif name == "progress":
             self._advance({"rules": "finding rules", "plan": "planning"}[event["stage"]], event["done"], event["total"])
         elif name == "step":
+            if not self.console.is_terminal and event["number"] % 20 == 0:  # a log shows no bars until they end
+                self.console.print(f"{self.kind}: step {event['number']}, loss {event['loss']:.3f}")
             self._advance(f"{self.kind}, loss {event['loss']:.3f}", event["number"] + 1, self.steps, key=self.kind)
         elif name == "planned":
             self._planned(event)
@@ -97,7 +99,7 @@ class _DemoView:
         key = key or text
         if key not in self.tasks:
             self.tasks[key] = self.progress.add_task(text, total=total)
-        self.progress.update(self.tasks[key], completed=done, description=text)
+        self.progress.update(self.tasks[key], completed=done, total=total, description=text)
 
     def _planned(self, event: dict[str, Any]) -> None:
         origin = event["origin"]
@@ -217,14 +219,25 @@ def plan(
 
 
 @app.command
-def rules(model: str, *, as_json: Json = False) -> int:
+def rules(
+    model: str | None = None, *, ship: Annotated[bool, cyclopts.Parameter(negative="")] = False, as_json: Json = False
+) -> int:
     """Show how every operator of a model splits, in factor notation, and where each rule came from.
 
     Parameters
     ----------
     model
         FILE:FUNCTION; FUNCTION returns (model, args) or (model, args, kwargs). The model may be on the meta device.
+    ship
+        Instead, find the rules of common operators anew and rewrite the book that ships with the package.
     """
+    if (model is None) != ship:
+        raise InputError("rules: expected FILE:FUNCTION, or --ship alone")
+    if model is None:
+        with _strangers_to_stderr(), _stages() as progress:
+            count = ship_rules(progress)
+        print(json.dumps({"shipped": count}) if as_json else f"{count} rules written into the shipped book")
+        return 0
     with _strangers_to_stderr(), _stages() as progress:
         module, args, kwargs = load_model(model)
         found = rules_of(module, args, example_kwargs=kwargs, progress=progress)
@@ -314,9 +327,9 @@ def _strangers_to_stderr() -> Iterator[None]:
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
-        sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
 
@@ -331,7 +344,7 @@ def _stages() -> Iterator[Callable[[str, int, int], None]]:
         def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = progress.add_task(names[stage], total=total)
-            progress.update(tasks[stage], completed=done)
+            progress.update(tasks[stage], completed=done, total=total)
 
         yield show
 

@@ -12,13 +12,14 @@ from typing import Any
 from .cluster import Cluster
 from .errors import same_error
 from .ir.graph import Graph, Input, Node, Output
-from .ir.passes import recompute_views
+from .ir.passes import recompute, without_sources
 from .ir.runner import call_of
 from .ir.text import format_graph, parse_graph
 from .plan.plan import Plan, make_plan, whole
 from .plan.planner import Outcome, optimise
 from .plan.problem import Problem, Settings, build_problem
 from .plan.reshard import Resharding
+from .plan.reuse import REUSED, reuse, same_but_for_sizes
 from .plan.store import load_plan, plan_key, save_plan
 from .pytorch.call import Call
 from .pytorch.capture import Program, capture
@@ -44,6 +45,16 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 @dataclass(frozen=True)
+class Solved:
+    """A problem and its plan, before fused operators were put back."""
+
+    graph: Graph
+    rules: tuple[Rule, ...]
+    settings: Settings
+    plan: Plan
+
+
+@dataclass(frozen=True)
 class Request:
     """What the user asks of the planner, beside the model."""
 
@@ -61,6 +72,10 @@ class Request:
     """What finds the plan."""
     use_disk: bool = True
     """Read and write the caches of rules and plans."""
+    book: RuleBook | None = None
+    """Rules that earlier programs of the same module have read."""
+    solved: list[Solved] | None = None
+    """Plans of earlier programs of the same module, which serve the same graph at other sizes."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +113,9 @@ class Ruled:
     discovered: int
 
 
-def find_rules(graph: Graph, progress: Progress = silent, use_disk: bool = True) -> Ruled:
+def find_rules(graph: Graph, progress: Progress = silent, use_disk: bool = True, book: RuleBook | None = None) -> Ruled:
     """Rules of all nodes, after operators that do not split were replaced by decompositions that do."""
-    book = RuleBook(TorchRunner(), use_disk=use_disk)
+    book = book or RuleBook(TorchRunner(), use_disk=use_disk)
     values = graph.values
     descended, rules, regions = descend(graph, book, lambda done, total: progress("rules", done, total))
     fused = dict(zip(regions, book.find(call_of(node, values)[0] for node in regions.values())))
@@ -110,8 +125,8 @@ def find_rules(graph: Graph, progress: Progress = silent, use_disk: bool = True)
 def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
     """Rules and plan of a captured program, on the best of the mesh shapes. For one process, or for rank 0."""
     start = time.perf_counter()
-    graph = recompute_views(program.graph)
-    found = find_rules(graph, request.progress, request.use_disk)
+    graph = recompute(program.graph)
+    found = find_rules(graph, request.progress, request.use_disk, request.book)
     rules_s = time.perf_counter() - start
     settings = [
         Settings(
@@ -128,13 +143,33 @@ def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any
     plan = load_plan(key) if use_disk else None
     cached = plan is not None
     if plan is None:
+        plan = _reused(found, request, settings)
+    if plan is None:
         plan = _best_plan(found.graph, found.rules, request, settings)
         if use_disk:
             save_plan(key, plan)
+    if request.solved is not None and plan.status != REUSED:
+        one = next(s for s in settings if s.mesh == plan.mesh)
+        request.solved.append(Solved(found.graph, found.rules, one, plan))
     plan_s = time.perf_counter() - start - rules_s
     origin = Origin(len(graph.nodes), found.discovered, cached, rules_s, plan_s)
     fused = fuse_regions(found.graph, found.rules, plan, found.regions, found.fused_rules)
     return Planned(program, *fused, origin)
+
+
+def _reused(found: Ruled, request: Request, settings: list[Settings]) -> Plan | None:
+    """The plan of the same graph at other sizes, where it is valid at these; `settings` is one mesh then."""
+    alike = [s for s in request.solved or () if same_but_for_sizes(s.graph, found.graph)]
+    if not alike or len(settings) != 1:
+        return None
+    flops = count_flops(found.graph)
+    problem = build_problem(found.graph, found.rules, request.cluster, settings[0], flops)
+    for solved in alike:
+        old = build_problem(solved.graph, solved.rules, request.cluster, solved.settings, count_flops(solved.graph))
+        outcome = reuse(old, solved.plan, problem)
+        if outcome is not None:
+            return make_plan(problem, outcome, request.cluster.name, flops)
+    return None
 
 
 def _best_plan(graph: Graph, rules: tuple[Rule, ...], request: Request, settings: list[Settings]) -> Plan:
@@ -151,7 +186,7 @@ def _best_plan(graph: Graph, rules: tuple[Rule, ...], request: Request, settings
 
 def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
     """Rank 0 finds rules and plan, the others receive them. Raises MismatchError where the graphs differ."""
-    check_equal("the captured model", hashlib.sha256(format_graph(program.graph).encode()).hexdigest())
+    check_equal("the captured model", hashlib.sha256(format_graph(without_sources(program.graph)).encode()).hexdigest())
     text: str = ""
     error: Exception | None = None
     if rank() == 0:
@@ -184,6 +219,7 @@ def distribute(
     module: Any, call: Call, rows: int, program: Program, request: Request, mesh: Any, device: Any, batch: str
 ) -> Any:
     """Plans the first program of a module and installs it, with what builds the others. `mesh` may be a DeviceMesh."""
+    request = replace(request, solved=[], book=RuleBook(TorchRunner(), use_disk=request.use_disk))
     planned = agree_on_plan(program, request)
     shape = planned.plan.mesh
     mesh = mesh if hasattr(mesh, "get_group") else make_mesh(shape, device)

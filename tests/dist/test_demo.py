@@ -71,7 +71,7 @@ def test_a_rank_that_dies_ends_all():
         if name == "step" and event["number"] == 2:
             threading.Thread(target=kill_one).start()
 
-    with pytest.raises(RunError, match="ended early"):
+    with pytest.raises(RunError, match="the parallel run"):
         demo.run_demo(demo.Options(recipe=Recipe(steps=10_000, rows=2)), watch)
     assert not ours(before)
 

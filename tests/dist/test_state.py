@@ -244,4 +244,3 @@ def test_two_ranks(check):
 @pytest.mark.parametrize("check", [state_dicts, meta], ids=lambda f: f.__name__)
 def test_four_ranks(check):
     run_world(4, check)
-

@@ -102,7 +102,7 @@ def test_a_wrong_model_is_refused(model, where, message):
         (["--mesh", "two"], "--mesh: expected a shape"),
         (["--mesh", "3"], "must be 8"),
         (["--memory-limit", "lots"], "memory_limit: expected bytes"),
-        (["--memory-limit", "1KiB"], "the least that would do is"),
+        (["--mesh", "8", "--memory-limit", "1KiB"], "the least that would do is"),
         (["--mesh", "8", "--explain", "0.wieght"], "close: 0.weight"),
         (["--mesh", "8", "--save", "/nowhere/plan.json"], "No such file"),
     ],
@@ -111,3 +111,9 @@ def test_a_wrong_wish_is_one_message(monkeypatch, capfd, model, argv, message):
     code, text, error = run(monkeypatch, capfd, "plan", f"{model}:build", *argv)
     assert code == 1 and text == ""
     assert message in " ".join(error.split()) and "Traceback" not in error
+
+
+@pytest.mark.parametrize("argv", [[], ["m.py:f", "--ship"]])
+def test_rules_wants_a_model_or_ship(monkeypatch, capfd, argv):
+    code, _, error = run(monkeypatch, capfd, "rules", *argv)
+    assert code == 1 and "--ship alone" in error

@@ -7,7 +7,7 @@ import torch
 
 from shardwise.ir.graph import Graph, Input, Literal, Node, Output, Ref, Value, leaves, replace_leaves
 from shardwise.ir.liveness import last_use, live_bytes, storage_intervals
-from shardwise.ir.passes import recompute_views
+from shardwise.ir.passes import recompute
 from shardwise.ir.text import format_graph, parse_graph
 from shardwise.ir.verify import verify
 from shardwise.pytorch.capture import capture
@@ -58,7 +58,7 @@ def test_captured_graphs_verify_and_parse_back(name):
     args, kwargs = built.make_batch(0, CASES[name].rows)
     graph = verify(capture(built.module, args, kwargs).graph)
     assert parse_graph(format_graph(graph)) == graph
-    verify(recompute_views(graph))
+    verify(recompute(graph))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_liveness_counts_storages_once():
 
 
 def test_backward_makes_its_own_views():
-    graph = verify(recompute_views(small_graph()))
+    graph = verify(recompute(small_graph()))
     forward = {v.name for n in graph.nodes if n.phase == "forward" for v in n.results}
     backward_reads = {name for n in graph.nodes if n.phase == "backward" for name in n.operands}
     assert not forward & backward_reads

@@ -339,6 +339,18 @@ def test_attention_dies_without_heads_and_keeps_the_rest() -> None:
     assert [x.empty for x in rule.factors] == [True, False]
 
 
+def test_the_backward_of_attention() -> None:
+    x = f(8, 6, 16, 32)
+    operands = (x, x, x, x, x, f(8, 6, 16))
+    op = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+    rule = _rule(Call(op, operands, (A, B, C, D, E, G, 0.0, True)))
+    whole, line = "[i,j,_,_]", "[i,j,_]"
+    left, right = ",".join([whole] * 5 + [line]), ",".join([whole] * 3)
+    assert format_rule(rule, _ranks(Call(op, operands, (A, B, C, D, E, G, 0.0, True)))) == (
+        f"({left}) -> ({right}) linear{{0}}"
+    )
+
+
 def test_negative_indices_wrap_where_the_operator_counts_from_the_end() -> None:
     wraps = {c.op.split(".")[1]: x.index.wraps for c in CALLS for x in _rule(c).factors if x.index is not None}
     assert wraps["index"] and wraps["index_put"]

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from .graph import BACKWARD, FORWARD, Arg, Graph, Node, Ref, Value, map_arg
+from .liveness import storage_of
 
 
-def recompute_views(graph: Graph) -> Graph:
-    """Backward makes its own views of what forward saved, so that nothing but storage crosses from one to the other.
+def recompute(graph: Graph) -> Graph:
+    """Backward makes again what it does not keep: its own views, and what lies in the user's checkpointed regions.
 
-    A view costs nothing to make again, and its operand is saved or gathered as the plan decides.
+    A view costs nothing to make again, and its operand is saved or gathered as the plan decides, so that nothing but
+    storage crosses from forward to backward. Of a region only what others read of it outlives forward.
     """
     maker = {v.name: n for n in graph.nodes for v in n.results if v is not None}
+    kept = _read_outside(graph, maker)
+    owner = storage_of(graph)
     copies: dict[str, str] = {}
     nodes: list[Node] = []
 
+    def made_again(node: Node | None, name: str) -> bool:
+        if node is None or node.phase == BACKWARD:
+            return False
+        return is_view(node) or (node.recompute is not None and owner[name] not in kept)
+
     def local_name(name: str) -> str:
         """The name under which backward reads a value."""
-        node = maker.get(name)
-        if node is None or node.phase == BACKWARD or not is_view(node):
-            return name
-        if name not in copies:
-            new = {n: local_name(n) for n in node.operands}
+        for todo in _first_to_make(name, maker, copies, made_again):
+            node = maker[todo]
+            new = {n: copies.get(n, n) for n in node.operands}
             for value in node.results:
                 if value is not None:
                     copies[value.name] = f"{value.name}_b"
             results = tuple(None if v is None else _renamed(v, copies, new) for v in node.results)
             nodes.append(replace(rename_operands(node, new), results=results, phase=BACKWARD))
-        return copies[name]
+        return copies.get(name, name)
 
     for node in graph.nodes:
         if node.phase == FORWARD:
@@ -41,7 +49,40 @@ def recompute_views(graph: Graph) -> Graph:
     outputs = tuple(
         replace(o, name=local_name(o.name)) if o.kind == "gradient" and o.name is not None else o for o in graph.outputs
     )
-    return replace(graph, nodes=tuple(nodes), outputs=outputs, made_by="recompute_views")
+    return replace(graph, nodes=tuple(nodes), outputs=outputs, made_by="recompute")
+
+
+def _read_outside(graph: Graph, maker: dict[str, Node]) -> set[str]:
+    """Storages of checkpointed regions that forward reads outside of their region, or that leave the program."""
+    owner = storage_of(graph)
+    found = {owner[o.name] for o in graph.outputs if o.name is not None and o.kind != "gradient"}
+    for node in graph.nodes:
+        if node.phase == FORWARD:
+            found |= {owner[n] for n in node.operands if n in maker and maker[n].recompute != node.recompute}
+    return found
+
+
+def _first_to_make(
+    name: str, maker: dict[str, Node], copies: dict[str, str], made_again: Callable[[Node | None, str], bool]
+) -> list[str]:
+    """What has to be made again for a value, in order. Not recursive: a region may hold thousands of nodes."""
+    order: list[str] = []
+    seen: set[str] = set()
+    stack = [(name, False)]
+    while stack:
+        here, ready = stack.pop()
+        if ready:
+            order.append(here)
+        elif here not in copies and here not in seen and made_again(maker.get(here), here):
+            seen |= {v.name for v in maker[here].results if v is not None}
+            stack.append((here, True))
+            stack += [(n, False) for n in maker[here].operands]
+    return order
+
+
+def without_sources(graph: Graph) -> Graph:
+    """Without the user's lines, which differ where the same model lies in another folder."""
+    return replace(graph, nodes=tuple(replace(n, source="") for n in graph.nodes))
 
 
 def is_view(node: Node) -> bool:

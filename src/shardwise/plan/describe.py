@@ -38,7 +38,7 @@ def describe(plan: Plan) -> str:
         f"  predicted peak    {human_bytes(plan.peak_bytes)} per device "
         f"({human_bytes(plan.parameter_bytes)} of parameters)",
         f"  work per device   {plan.flops_share:.1%} of the whole",
-        f"  certificate       {plan.status}, at most {plan.gap:.2%} above the best plan",
+        f"  certificate       {_certificate(plan)}",
     ]
     for kind in ("parameter", "input"):
         counts = Counter(_kind(layout) for k, _, layout in plan.inputs if k == kind)
@@ -47,6 +47,12 @@ def describe(plan: Plan) -> str:
             lines.append(f"  {kind + 's':<17} {text}")
     lines.append("  collectives       " + (", ".join(_collectives(plan)) or "none"))
     return "\n".join(lines)
+
+
+def _certificate(plan: Plan) -> str:
+    if plan.status == "reused":
+        return "none: taken over from the same graph at other sizes"
+    return f"{plan.status}, at most {plan.gap:.2%} above the best plan"
 
 
 def _collectives(plan: Plan) -> list[str]:

@@ -7,6 +7,7 @@ and which are at most four, nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -130,9 +131,18 @@ def _programs(rows: int) -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
     yield Recurrent(), (torch.zeros(rows, 7, WIDTH), torch.zeros(rows, 5))
 
 
+def common_programs() -> list[Callable[[], Graph]]:
+    """One function per program, trained or evaluated, that captures it."""
+
+    def captured(rows: int, k: int, training: bool) -> Graph:
+        module, args = list(_programs(rows))[k]
+        return capture(module.train(training), args, training=training).graph
+
+    kinds = len(list(_programs(1)))
+    return [partial(captured, rows, k, train) for rows in ROWS for k in range(kinds) for train in (True, False)]
+
+
 def common_graphs() -> Iterator[Graph]:
-    """The programs, trained and evaluated, as graphs."""
-    for rows in ROWS:
-        for module, args in _programs(rows):
-            yield capture(module, args).graph
-            yield capture(module.eval(), args, training=False).graph
+    """The programs as graphs."""
+    for program in common_programs():
+        yield program()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # torch's table of decompositions: `torch.export` offers only the part of it that ends in core ATen.
@@ -24,10 +26,11 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload  # the type of an operator in a captured graph; it has no public name
 
 # Fake tensors: shapes without memory. torch.export uses them under the same names.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, mb_unwrap_functional_tensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # A dictionary whose keys are objects by identity, held weakly: tensors compare by element, so WeakKeyDictionary fails.
@@ -45,15 +48,21 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "ValueLess",
     "WeakIdKeyDictionary",
     "aot_export_joint_with_descriptors",
     "arguments_of",
     "current_tracer",
     "dtensor_of",
+    "is_mutable",
     "local_of",
     "make_fx",
+    "overload_name",
     "registered_decomposition",
+    "size_arguments",
     "spec_of",
+    "storage_key",
+    "top_saved_tensors_hooks",
     "unwrap_functional",
 ]
 
@@ -61,6 +70,26 @@ __all__ = [
 def arguments_of(op: OpOverload) -> list[Any]:
     """The declared arguments (name, type, default_value, kwarg_only), which only the private schema has."""
     return op._schema.arguments
+
+
+def is_mutable(op: OpOverload) -> bool:
+    """Whether an operator writes into an operand, which only the private schema says."""
+    return op._schema.is_mutable
+
+
+def size_arguments(op: OpOverload) -> frozenset[str]:
+    """Names of the arguments of type SymInt: only the text of the private schema tells them from plain integers."""
+    return frozenset(re.findall(r"SymInt[\[\]\d?]*\s+(\w+)", str(op._schema)))
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share a storage, also on the meta device, where there is no address."""
+    return tensor.untyped_storage()._cdata
+
+
+def overload_name(op: OpOverload) -> str:
+    """`namespace.name.overload`, of parts that only private attributes have."""
+    return f"{op.namespace}.{op._schema.name.split('::')[1]}.{op._overloadname}"
 
 
 def registered_decomposition(op: OpOverload) -> Callable[..., Any] | None:
@@ -75,6 +104,15 @@ def unwrap_functional(tensor: Tensor) -> Tensor:
     lies inside it. torch passes a decomposition its operands unwrapped, but the seed is not among them.
     """
     return mb_unwrap_functional_tensor(tensor) if isinstance(tensor, FunctionalTensor) else tensor
+
+
+def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The innermost hooks for saved tensors (pack, unpack), which have no public reader; also while tracing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+ValueLess = (GuardOnDataDependentSymNode, DataDependentOutputException)
+"""What is raised where a model asks a tensor without values for its value."""
 
 
 def local_of(tensor: Tensor) -> Tensor:

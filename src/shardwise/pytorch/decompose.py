@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..ir.graph import Arg, Graph, Literal, Ref
 from ..ir.runner import Call, OperatorError, call_of
-from .compat import FakeTensorMode, make_fx, registered_decomposition
+from .compat import FakeTensorMode, is_mutable, make_fx, registered_decomposition
 from .decompositions import TABLE
 from .from_fx import simple_graph
 from .operators import dtype_name, dtype_of, find_op, from_literal
@@ -92,6 +92,6 @@ def _is_simpler(graph: Graph, call: Call, expected: list[Tensor | None]) -> bool
 def _torch_decomposition(name: str) -> Callable[..., Any] | None:
     """torch's own decomposition of a functional, deterministic operator."""
     op = find_op(name)
-    if torch.Tag.nondeterministic_seeded in op.tags or op._schema.is_mutable:
+    if torch.Tag.nondeterministic_seeded in op.tags or is_mutable(op):
         return None
     return registered_decomposition(op)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,9 @@ from .compat import (
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+    storage_key,
 )
+from .observe import REGION, SOURCE
 from .operators import dtype_name, op_name, to_arg
 from .runner import flatten_results
 
@@ -39,6 +40,8 @@ class Builder:
         self.parts: dict[str, list[str | None]] = {}
         self.storages: dict[int, str] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.lines: dict[int | None, str] = {}
+        """Sequence number of an operator of forward -> the user's line."""
 
     def value(self, name: str, tensor: torch.Tensor) -> Value:
         """The value of a traced tensor; notes whose storage it shares."""
@@ -46,7 +49,7 @@ class Builder:
         stride = None
         if tensor.layout == torch.strided and not tensor.is_contiguous():
             stride = tuple(int(s) for s in tensor.stride())
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor)
         owner = self.storages.setdefault(key, name)
         return Value(name, shape, dtype_name(tensor.dtype), stride, None if owner == name else owner)
 
@@ -70,17 +73,12 @@ class Builder:
             return
         results = tuple(None if t is None or n is None else self.value(n, t) for n, t in zip(names, tensors))
         kwargs = tuple((k, self.arg(v)) for k, v in node.kwargs.items())
-        source = _source(node)
-        self.nodes.append(Node(results, op, tuple(self.arg(a) for a in node.args), kwargs, source=source))
-
-
-def _source(node: fx.Node) -> str:
-    """`file:line` of the user's code, where the tracer knows it."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    for name, line in reversed(found):
-        if "/torch/" not in name and "/shardwise/" not in name:
-            return f"{name}:{line}"
-    return ""
+        args = tuple(self.arg(a) for a in node.args)
+        region = node.meta.get(REGION)
+        # A node of backward has the sequence number of the forward operator that it belongs to.
+        source = node.meta.get(SOURCE) or self.lines.get(node.meta.get("seq_nr"), "")
+        self.lines.setdefault(node.meta.get("seq_nr"), source)
+        self.nodes.append(Node(results, op, args, kwargs, recompute=region, source=source))
 
 
 def _read_nodes(builder: Builder, module: fx.GraphModule) -> fx.Node:

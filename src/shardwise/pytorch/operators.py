@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..ir.graph import Arg, Literal
+from .compat import OpOverload, overload_name
 
 _KINDS: dict[type, str] = {
     torch.dtype: "dtype",
@@ -20,13 +21,13 @@ _KINDS: dict[type, str] = {
 }
 
 
-def op_name(op: torch._ops.OpOverload) -> str:
+def op_name(op: OpOverload) -> str:
     """`namespace.name.overload`."""
-    return f"{op.namespace}.{op._schema.name.split('::')[1]}.{op._overloadname}"
+    return overload_name(op)
 
 
 @lru_cache(maxsize=4096)
-def find_op(name: str) -> torch._ops.OpOverload:
+def find_op(name: str) -> OpOverload:
     """The inverse of `op_name`. Raises AttributeError for an operator that is not registered."""
     namespace, op, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), op), overload)

@@ -24,7 +24,7 @@ REFUSED = {
     "Rprop": "it writes to the elements that a mask selects, for which DTensor has no rule",
     "SparseAdam": "it takes sparse gradients, and the gradients of a planned program are dense",
 }
-"""Class of torch.optim -> why it cannot step sharded parameters. Tested: tests/dist/test_optimizers.py."""
+"""Class of torch.optim -> why it cannot step sharded parameters. docs/optimizers.md says the same; tested."""
 
 NOT_FUSED = {"Adagrad": "torch._fused_adagrad_", "SGD": "torch._fused_sgd_"}
 """Class of torch.optim -> the fused operator for which DTensor has no rule."""
@@ -56,27 +56,26 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             f"this {name} was built before parallelize and holds parameters that the module no longer has: build the "
             "optimizer after parallelize (and load its state then)"
         )
-    if type(optimizer).__module__.startswith("torch.optim") and any(_in_pieces(p) for p in parameters):
-        check_optimizer(name, any(group.get("fused") for group in optimizer.param_groups))
+    spread = [p for p in parameters if isinstance(p, DTensor)]
+    if type(optimizer).__module__.startswith("torch.optim") and spread:
+        cut = any(not x.is_replicate() for p in spread for x in p.placements)
+        check_optimizer(name, any(group.get("fused") for group in optimizer.param_groups), cut)
     _checked[optimizer] = count
 
 
-def check_optimizer(name: str, fused: bool) -> None:
-    """Raises UnsupportedError where a class of torch.optim cannot step DTensors."""
-    if name in REFUSED:
+def check_optimizer(name: str, fused: bool, cut: bool) -> None:
+    """Raises UnsupportedError where a class of torch.optim cannot step DTensors; `cut`: some are in pieces."""
+    if name in REFUSED and (cut or name == "SparseAdam"):
+        advice = "or keep its parameters whole, with constraints={name: 'R'} to parallelize"
         raise UnsupportedError(
-            f"{name} cannot train a parallelized module: {REFUSED[name]}. Use AdamW, SGD or another from "
-            "docs/optimizers.md"
+            f"{name} cannot train parameters that are cut into pieces: {REFUSED[name]}. Use another optimizer of "
+            f"docs/optimizers.md{'' if name == 'SparseAdam' else ', ' + advice}"
         )
     if fused and name in NOT_FUSED:
         raise UnsupportedError(
             f"{name}(fused=True) cannot train a parallelized module: DTensor has no rule for {NOT_FUSED[name]}. "
             f"Use {name}(foreach=True), which takes about as long"
         )
-
-
-def _in_pieces(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor)
 
 
 def clip_grad_norm_(

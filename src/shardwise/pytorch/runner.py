@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -14,6 +13,7 @@ import torch
 
 from ..ir.graph import Arg, Graph, Literal, Path, Ref
 from ..ir.runner import Call, OperatorError, TensorMeta, ViewOf
+from .compat import arguments_of, is_mutable, size_arguments, storage_key
 from .operators import dtype_name, dtype_of, find_op, from_literal
 
 
@@ -71,7 +71,7 @@ class TorchRunner:
         return size_paths(call)
 
     def views(self, call: Call) -> tuple[ViewOf, ...] | None:
-        if find_op(call.op)._schema.is_mutable:
+        if is_mutable(find_op(call.op)):
             return None
         tensors, results = self._meta_results(call)
         found = []
@@ -106,7 +106,7 @@ def _poison(tensors: Sequence[torch.Tensor | None]) -> None:
     its result unwritten or read past an operand: it would find the right numbers of the run before."""
     for tensor in tensors:
         if tensor is not None and tensor.layout == torch.strided:
-            tensor.untyped_storage().fill_(0xFF)  # pyright: ignore[reportAttributeAccessIssue]
+            torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).fill_(0xFF)
 
 
 def _reads_as_it_is(operand: torch.Tensor, view: torch.Tensor) -> bool:
@@ -115,7 +115,7 @@ def _reads_as_it_is(operand: torch.Tensor, view: torch.Tensor) -> bool:
 
 
 def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return storage_key(a) == storage_key(b)
 
 
 def flatten_results(out: Any) -> list[torch.Tensor | None]:
@@ -132,10 +132,10 @@ def flatten_results(out: Any) -> list[torch.Tensor | None]:
 def size_paths(call: Call) -> tuple[Path, ...]:
     """Paths of the integers whose type in the schema is SymInt: sizes, strides, counts of rows."""
     op = find_op(call.op)
-    schema, sizes = op._schema, _size_arguments(op)
+    sizes = _size_arguments(op)
     by_name = dict(call.kwargs)
     found: list[Path] = []
-    for k, argument in enumerate(schema.arguments):
+    for k, argument in enumerate(arguments_of(op)):
         if argument.name not in sizes:
             continue
         key: int | str = argument.name
@@ -152,10 +152,7 @@ def size_paths(call: Call) -> tuple[Path, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=4096)
-def _size_arguments(op: torch._ops.OpOverload) -> frozenset[str]:
-    """Names of the SymInt arguments. Only the text of a schema tells them from plain integers."""
-    return frozenset(re.findall(r"SymInt[\[\]\d?]*\s+(\w+)", str(op._schema)))
+_size_arguments = lru_cache(maxsize=4096)(size_arguments)
 
 
 def _is_int(value: object) -> bool:

@@ -17,7 +17,8 @@ from pathlib import Path
 from ..ir import disk
 from ..ir.graph import Graph
 from ..ir.runner import Call, OperatorError, OpRunner, call_of
-from .proxy import fit_blocks, format_call, proxy_of
+from .discover import REFUSED
+from .proxy import fit_blocks, format_call, proxy_of, stand_ins
 from .rule import DimRef, Rule
 from .sandbox import discover_all
 from .views import view_rule
@@ -116,14 +117,24 @@ class RuleBook:
                 if proxy is not None:
                     proxies[key] = proxy
                     originals[key] = call
-        unknown = {name: p for p in proxies.values() if (name := format_call(p)) not in self.rules}
+        self._discover(proxies.values(), progress)
+        refused = {key: p for key, p in proxies.items() if self.rules[format_call(p)].found_on == REFUSED}
+        for key, proxy in refused.items():
+            others = [s for s in stand_ins(originals[key], self.runner) if s != proxy]
+            self._discover(others, progress)
+            accepted = [s for s in others if self.rules[format_call(s)].found_on != REFUSED]
+            proxies[key] = [*accepted, proxy][0]
+        for key, proxy in proxies.items():
+            self._resolved[key] = self._fitted(self.rules[format_call(proxy)], originals[key])
+        return [self._resolved[key] for key in keys]
+
+    def _discover(self, proxies: Iterable[Call], progress: Callable[[int, int], None]) -> None:
+        """Finds and saves the rules of those stand-ins that have none."""
+        unknown = {key: p for p in proxies if (key := format_call(p)) not in self.rules}
         if unknown:
             self.rules.update(zip(unknown, discover_all(list(unknown.values()), self.runner, progress)))
             self.counts.discovered += len(unknown)
             self.save()
-        for key, proxy in proxies.items():
-            self._resolved[key] = self._fitted(self.rules[format_call(proxy)], originals[key])
-        return [self._resolved[key] for key in keys]
 
     def _without_execution(self, key: str, call: Call) -> Call | None:
         """Resolves a call that is a view or has no small stand-in; else returns the stand-in."""

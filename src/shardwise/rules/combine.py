@@ -6,6 +6,8 @@ import numpy as np
 
 RTOL, ATOL = 1e-8, 1e-10
 """For float64. Sums over pieces are rounded in another order than the whole: a few ulps of the largest element."""
+SINGLE_RTOL, SINGLE_ATOL = 1e-4, 1e-5
+"""For float32, in which only operators are tried that know no float64."""
 
 REDUCTIONS = {
     "sum": lambda parts: np.sum(parts, axis=0),
@@ -24,7 +26,9 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
         return bool(np.array_equal(a, b))
     finite = np.abs(a[np.isfinite(a)])
     scale = float(finite.max()) if finite.size else 0.0
-    return bool(np.allclose(a, b, rtol=RTOL, atol=ATOL * max(scale, 1e-30), equal_nan=True))
+    single = a.dtype in (np.float32, np.complex64)
+    rtol, atol = (SINGLE_RTOL, SINGLE_ATOL) if single else (RTOL, ATOL)
+    return bool(np.allclose(a, b, rtol=rtol, atol=atol * max(scale, 1e-30), equal_nan=True))
 
 
 def reductions(whole: np.ndarray, parts: list[np.ndarray], even: bool) -> set[str]:

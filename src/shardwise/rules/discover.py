@@ -27,6 +27,8 @@ from .draws import KINDS, Trial, draw, has_integers, index_ranges, trial
 from .indexed import indexed_factors
 from .rule import DimRef, Factor, OperandRole, ResultRole, Rule
 
+REFUSED = "no input accepted"
+"""`found_on` of a stand-in that the operator refuses to run."""
 REDUCTION_ORDER = ("same", "sum", "max", "min", "prod")
 
 T = TypeVar("T")
@@ -69,7 +71,7 @@ def discover(call: Call, runner: OpRunner, attempt: Attempt = directly) -> Rule:
     """The rule of a proxy call. `sandbox.discover_all` gives attempts that survive crashes."""
     subject = _subject(call, runner, attempt)
     if subject is None:
-        return Rule(found_on="no input accepted")
+        return Rule(found_on=REFUSED)
     found: list[Factor] = []
     failed: list[Group] = []
     for group in find_groups(call, runner):

@@ -8,6 +8,7 @@ key of the rule.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
@@ -96,24 +97,38 @@ def _elements(call: Call) -> int:
 
 def proxy_of(call: Call, runner: OpRunner) -> Call | None:
     """The small stand-in of a call that the operator accepts; None where not even the call itself is small enough."""
+    return next(stand_ins(call, runner), None)
+
+
+def stand_ins(call: Call, runner: OpRunner) -> Iterator[Call]:
+    """Stand-ins whose shapes the operator accepts, best first: small ones, the call's own sizes (one size may have to
+    be twice another), and both in the call's own dtype (a kernel may know no float64)."""
     size_paths = set(runner.size_leaves(call))
-    new: dict[Path, Arg] = {p: _in_class(leaf) for p, leaf in leaves(call.args, call.kwargs)}
-    in_class = tuple(TensorMeta(m.shape, dtype_class(m.dtype)) for m in call.operands)
-    plain = call.with_leaves(new).with_operands(in_class)
-    for keep in (False, True):
-        table = _size_map(call, runner)
-        ints = dict(new)
-        for path in sorted(size_paths, key=str):
-            value = new.get(path)
-            if isinstance(value, int) and not isinstance(value, bool) and not keep:
-                ints[path] = _map_int(value, table, call)
-        small = tuple(replace(m, shape=tuple(table.get(s, s) for s in m.shape)) for m in in_class)
-        candidate = call.with_leaves(ints).with_operands(small)
-        if _accepts(candidate, runner):
-            return candidate
-    if _elements(plain) <= MAX_PROXY_ELEMENTS and _accepts(plain, runner):
-        return plain
-    return None
+    seen: set[str] = set()
+    for own_dtype in (False, True):
+        new: dict[Path, Arg] = {
+            p: leaf if own_dtype else _in_class(leaf) for p, leaf in leaves(call.args, call.kwargs)
+        }
+        metas = tuple(TensorMeta(m.shape, m.dtype if own_dtype else dtype_class(m.dtype)) for m in call.operands)
+        for keep in (False, True):
+            table = _size_map(call, runner)
+            ints = dict(new)
+            for path in sorted(size_paths, key=str):
+                value = new.get(path)
+                if isinstance(value, int) and not isinstance(value, bool) and not keep:
+                    ints[path] = _map_int(value, table, call)
+            small = tuple(replace(m, shape=tuple(table.get(s, s) for s in m.shape)) for m in metas)
+            yield from _fresh(call.with_leaves(ints).with_operands(small), runner, seen)
+        plain = call.with_leaves(new).with_operands(metas)
+        if _elements(plain) <= MAX_PROXY_ELEMENTS:
+            yield from _fresh(plain, runner, seen)
+
+
+def _fresh(candidate: Call, runner: OpRunner, seen: set[str]) -> Iterator[Call]:
+    key = format_call(candidate)
+    if key not in seen and _accepts(candidate, runner):
+        seen.add(key)
+        yield candidate
 
 
 def _accepts(call: Call, runner: OpRunner) -> bool:
