@@ -15,7 +15,7 @@ from .ir.passes import recompute
 from .ir.placement import Layout, parse_layout
 from .pipeline import Planned, Request, Ruled, distribute, find_rules, plan_program, silent
 from .plan.plan import Plan
-from .pytorch.call import describe_example
+from .pytorch.call import check_example, describe_example
 from .pytorch.capture import Program, capture
 from .pytorch.common import common_graphs
 from .pytorch.known import known_cluster
@@ -35,7 +35,7 @@ def memory_bytes(limit: int | str | None) -> int | None:
         return limit
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     units |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", str(limit))
+    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", limit) if isinstance(limit, str) else None
     try:
         assert match is not None
         value = int(float(match[1]) * units[match[2]])
@@ -87,6 +87,9 @@ def _wishes(constraints: Constraints | None, shapes: tuple[tuple[int, ...], ...]
 def _cluster(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
     if cluster is None or isinstance(cluster, Cluster):
         return cluster
+    if not isinstance(cluster, str | os.PathLike):
+        kind = type(cluster).__name__
+        raise InputError(f"cluster: expected a Cluster, the path of a file or the name of a preset, got {kind}")
     return Cluster.load(cluster)
 
 
@@ -131,9 +134,9 @@ def plan_model(
     progress: Any = silent,
 ) -> Planned:
     """As `plan`, with the captured program and the rules."""
-    check_module(module)
-    found = _cluster(cluster)
-    assert found is not None
+    found = _check_arguments(module, example, example_kwargs, cluster, memory_limit, "global", True, progress)
+    if found is None:
+        raise InputError("cluster: name the machine to plan for, a Cluster, a file or a preset such as 'a100x8'")
     shapes = mesh_shapes(mesh, found.world_size) or found.mesh_shapes()
     program = capture(module, _example(example), example_kwargs)
     wishes = _wishes(constraints, shapes, program)
@@ -164,6 +167,32 @@ def _example(example: Any) -> tuple:
     return tuple(example)
 
 
+def _check_arguments(
+    module: Any,
+    example: Any,
+    example_kwargs: Any,
+    cluster: Any,
+    memory_limit: Any,
+    batch: Any,
+    overlap: Any,
+    progress: Any,
+) -> Cluster | None:
+    """Raises InputError for what `parallelize` cannot take; the cluster that the user describes."""
+    check_module(module)
+    args = _example(example)
+    if not isinstance(example_kwargs, Mapping | None):
+        raise InputError(f"example_kwargs: expected a dictionary or None, got {type(example_kwargs).__name__}")
+    check_example(module, args, dict(example_kwargs or {}))
+    memory_bytes(memory_limit)
+    if batch not in ("global", "local"):
+        raise InputError(f"batch: expected 'global' or 'local', got {batch!r}")
+    if overlap not in (True, False, "bitwise"):
+        raise InputError(f"overlap: expected True, False or 'bitwise', got {overlap!r}")
+    if not callable(progress):
+        raise InputError(f"progress: expected a function, got {type(progress).__name__}")
+    return None if cluster == MEASURE else _cluster(cluster)
+
+
 def parallelize(
     module: Any,
     example: Sequence[Any],
@@ -185,21 +214,19 @@ def parallelize(
     parameters become DTensors under their own names. See `plan` for `constraints` and `memory_limit`. Raises
     InputError, CaptureError, MismatchError, PlanError.
     """
-    check_module(module)
-    if batch not in ("global", "local"):
-        raise InputError(f"batch: expected 'global' or 'local', got {batch!r}")
-    if overlap not in (True, False, "bitwise"):
-        raise InputError(f"overlap: expected True, False or 'bitwise', got {overlap!r}")
-    args, kwargs = _example(example), dict(example_kwargs or {})
     device = target_device(module)
     world = ensure_group(device)
+    described = together(
+        "checking the arguments of parallelize",
+        lambda: _check_arguments(module, example, example_kwargs, cluster, memory_limit, batch, overlap, progress),
+    )
+    args, kwargs = tuple(example), dict(example_kwargs or {})
     check_equal("the class of the module", type(module).__qualname__)
-    described = None if cluster == MEASURE else _cluster(cluster)
     if described is not None and described.world_size != world:
         raise InputError(
             f"cluster {described.name} describes {described.world_size} devices but {world} ranks are running"
         )
-    shapes = mesh_shapes(mesh, world, device)
+    shapes = together("checking the mesh", lambda: mesh_shapes(mesh, world, device))
     call, rows = describe_example(module, args, kwargs, batch)
     program = together("capturing the example", lambda: capture(module, *call.global_arguments(rows), device=device))
     check_state(module)

@@ -72,6 +72,8 @@ class Request:
     """What finds the plan."""
     use_disk: bool = True
     """Read and write the caches of rules and plans."""
+    book: RuleBook | None = None
+    """Rules that earlier programs of the same module have read."""
     solved: list[Solved] | None = None
     """Plans of earlier programs of the same module, which serve the same graph at other sizes."""
 
@@ -111,9 +113,9 @@ class Ruled:
     discovered: int
 
 
-def find_rules(graph: Graph, progress: Progress = silent, use_disk: bool = True) -> Ruled:
+def find_rules(graph: Graph, progress: Progress = silent, use_disk: bool = True, book: RuleBook | None = None) -> Ruled:
     """Rules of all nodes, after operators that do not split were replaced by decompositions that do."""
-    book = RuleBook(TorchRunner(), use_disk=use_disk)
+    book = book or RuleBook(TorchRunner(), use_disk=use_disk)
     values = graph.values
     descended, rules, regions = descend(graph, book, lambda done, total: progress("rules", done, total))
     fused = dict(zip(regions, book.find(call_of(node, values)[0] for node in regions.values())))
@@ -124,7 +126,7 @@ def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any
     """Rules and plan of a captured program, on the best of the mesh shapes. For one process, or for rank 0."""
     start = time.perf_counter()
     graph = recompute(program.graph)
-    found = find_rules(graph, request.progress, request.use_disk)
+    found = find_rules(graph, request.progress, request.use_disk, request.book)
     rules_s = time.perf_counter() - start
     settings = [
         Settings(
@@ -217,7 +219,7 @@ def distribute(
     module: Any, call: Call, rows: int, program: Program, request: Request, mesh: Any, device: Any, batch: str
 ) -> Any:
     """Plans the first program of a module and installs it, with what builds the others. `mesh` may be a DeviceMesh."""
-    request = replace(request, solved=[])
+    request = replace(request, solved=[], book=RuleBook(TorchRunner(), use_disk=request.use_disk))
     planned = agree_on_plan(program, request)
     shape = planned.plan.mesh
     mesh = mesh if hasattr(mesh, "get_group") else make_mesh(shape, device)

@@ -22,7 +22,8 @@ from shardwise.cluster import Device, Level
 from shardwise.ir.placement import R, Shard, format_layout, is_valid
 from shardwise.pipeline import Request, distribute
 from shardwise.plan.random_plan import random_planner
-from shardwise.pytorch.capture import capture_global
+from shardwise.pytorch.call import describe_example
+from shardwise.pytorch.capture import capture
 from shardwise.pytorch.measure import local_cluster
 from tests.equality import Run, compare, reference_run, train
 from tests.models import CASES
@@ -111,9 +112,10 @@ def planned(road: Road, module: nn.Module, args: tuple, kwargs: dict) -> Any:
             batch=road.batch,
         )
     device = torch.device("cpu")
-    program, sharded = capture_global(module, args, kwargs, None, device, road.batch)
-    request = Request(cluster, (road.mesh,), sharded_inputs=sharded, choose=random_planner(road.seed))
-    return distribute(module, args, kwargs, program, request, None, device, road.batch)
+    call, rows = describe_example(module, args, kwargs, road.batch)
+    program = capture(module, *call.global_arguments(rows), device=device)
+    request = Request(cluster, (road.mesh,), sharded_inputs=call.sharded, choose=random_planner(road.seed))
+    return distribute(module, call, rows, program, request, None, device, road.batch)
 
 
 def travel(rank: int, world: int, road: Road, reference: Run | None = None) -> Arrival:

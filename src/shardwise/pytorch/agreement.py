@@ -10,7 +10,8 @@ the same on every rank, `rows` and `batched` say how many rows this rank brings 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import torch
@@ -39,10 +40,6 @@ class Statement:
     batched: int
     seed: int
 
-    def numbers(self) -> list[int]:
-        """The message."""
-        return [self.calls, self.module, self.epoch, self.arguments, self.values, self.rows, self.batched, self.seed]
-
 
 @dataclass(frozen=True)
 class Agreement:
@@ -62,18 +59,22 @@ class Council:
     name: str
     """Of the module's class, for messages."""
     calls: int = 0
-    buffers: list[torch.Tensor] = field(default_factory=list)
 
-    def agree(self, own: Statement) -> Agreement:
-        """Raises MismatchError on every rank where their statements differ, LostRankError where one is gone."""
+    def agree(self, own: Statement, restate: Callable[[int], Statement]) -> Agreement:
+        """Raises MismatchError on every rank where their statements differ, LostRankError where one is gone.
+
+        A tensor is a batch if it is one on all ranks: a mask may be as long as one rank's rows by chance. Where the
+        ranks disagree they tell each other again, by what `restate` says of the tensors that are left.
+        """
         if self.group is None:
             return Agreement((own.epoch,), (own.rows,), own.batched, own.seed)
-        found = self._exchange(own.numbers())
-        statements = [Statement(*row) for row in found]
-        self._compare(statements)
+        statements = self._exchange(own)
         batched = -1
         for statement in statements:
             batched &= statement.batched
+        if any(s.batched != batched for s in statements):
+            statements = self._exchange(restate(batched))
+        self._compare(statements)
         return Agreement(
             tuple(s.epoch for s in statements), tuple(s.rows for s in statements), batched, statements[0].seed
         )
@@ -81,35 +82,38 @@ class Council:
     def fail(self) -> None:
         """Tells the others that this rank raises instead of running."""
         if self.group is not None:
-            self._exchange([FAILED] + [0] * (FIELDS - 1))
+            self._exchange(Statement(FAILED, 0, 0, 0, 0, 0, 0, 0))
 
-    def _exchange(self, numbers: list[int]) -> list[list[int]]:
+    def _exchange(self, own: Statement) -> list[Statement]:
+        """Everybody's statement. Raises MismatchError where a rank has failed."""
+        numbers = [getattr(own, f.name) for f in fields(own)]
         world = dist.get_world_size(self.group)
         everybody = torch.empty(world * FIELDS, dtype=torch.int64)
         with lost_ranks(f"the ranks compared their calls of {self.name}"):
             dist.all_gather_single(everybody, torch.tensor(numbers, dtype=torch.int64), group=self.group)
-        return everybody.view(world, FIELDS).tolist()
+        statements = [Statement(*row) for row in everybody.view(world, FIELDS).tolist()]
+        failed = [k for k, s in enumerate(statements) if s.calls == FAILED]
+        if failed and own.calls != FAILED:
+            raise MismatchError(f"{_ranks(failed)} raised an error in this call of {self.name}; see its own traceback")
+        return statements
 
     def _compare(self, all_ranks: list[Statement]) -> None:
         first = all_ranks[0]
-        failed = [k for k, s in enumerate(all_ranks) if s.calls == FAILED]
-        if failed:
-            raise MismatchError(f"{_ranks(failed)} raised an error in this call of {self.name}; see its own traceback")
         checks = (
-            ("calls", "are at another call", "do the same number of steps on every rank"),
-            ("module", "have another state of the module (modes, attributes, dtypes, flags)", "change it on all ranks"),
-            ("arguments", "give other arguments (structure, shapes, dtypes or values that are no tensors)", _SAME),
-            ("values", "give tensors with other values", _SAME),
+            ("calls", "in the number of the call", "Do the same number of steps on every rank"),
+            ("module", "in the state of the module (modes, attributes, dtypes, flags)", "Change it on all ranks alike"),
+            ("arguments", "in the arguments (structure, shapes, dtypes or values that are no tensors)", _SAME),
+            ("values", "in the values of the tensors", _SAME),
         )
         for key, what, advice in checks:
             odd = [k for k, s in enumerate(all_ranks) if getattr(s, key) != getattr(first, key)]
             if odd:
                 counts = "" if key != "calls" else f" ({[s.calls for s in all_ranks]} by rank)"
-                raise MismatchError(f"{self.name}: {_ranks(odd)} {what} than rank 0{counts}: {advice}")
+                raise MismatchError(f"{self.name}: {_ranks(odd)} differ from rank 0{counts}: {what}. {advice}")
 
 
 _SAME = (
-    "give every rank the same batch, or use batch='local' where each brings its own rows (a sampler that shuffles "
+    "Give every rank the same batch, or use batch='local' where each brings its own rows (a sampler that shuffles "
     "must do so by the same seed)"
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,21 @@ def describe(
             call.rows = tensors[shaped[0]].shape[0]
             call.batched = sum(1 << k for k in shaped if tensors[k].shape[0] == call.rows)
     return call
+
+
+def check_example(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises InputError where the example is no call of the module's forward."""
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # a forward without a signature takes what it takes
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"the example does not fit {type(module).__name__}.forward{signature}: {error}. Give positional arguments "
+            "as a tuple, example=(x, y), and named ones as example_kwargs={'z': z}"
+        ) from None
 
 
 def describe_example(module: nn.Module, args: tuple, kwargs: dict[str, Any], batch: str) -> tuple[Call, int]:

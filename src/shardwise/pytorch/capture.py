@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, InputError
 from ..ir.graph import Graph
-from .compat import FakeTensorMode, aot_export_joint_with_descriptors
+from .compat import FakeTensorMode, ValueLess, aot_export_joint_with_descriptors
 from .from_fx import graph_from_fx
 from .observe import Observer
 from .random import RandomState, random_decompositions
@@ -172,12 +173,37 @@ def _trace(
             return joint.graph_module
     except Exception as error:
         what = f"{type(error).__name__}: {_first_line(error)}{_user_line(error)}"
+        if rejection := _rejection(module, flat, tensors, mode):
+            raise InputError(
+                f"{type(module).__name__} rejects the example: {rejection}. Give arguments as you would call it with"
+            ) from error
         raise CaptureError(f"{type(module).__name__} cannot be captured: {what}") from error
+
+
+def _rejection(module: nn.Module, flat: _Flat, tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> str | None:
+    """What the model says against the example where it is called without a tracer; None where it takes it.
+
+    Fake tensors have no values: a model that asks for one fails for that reason, not for the example.
+    """
+    try:
+        with mode, torch.no_grad():
+            flat(*tensors)
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AssertionError) as error:
+        if isinstance(error, ValueLess) or "fake" in type(error).__module__:
+            return None
+        return f"{type(error).__name__}: {_first_line(error)}{_user_line(error)}"
+    except Exception:
+        return None
+    return None
 
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else ""
+
+
+_NOT_USERS = (f"{os.path.dirname(torch.__file__)}{os.sep}", f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}")
+"""Folders of torch and of this package."""
 
 
 def _user_line(error: BaseException) -> str:
@@ -186,7 +212,7 @@ def _user_line(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in name and "/shardwise/" not in name and not name.startswith("<"):
+        if not name.startswith(("<", *_NOT_USERS)):
             place = f" (at {name}:{trace.tb_lineno} in {trace.tb_frame.f_code.co_name})"
         trace = trace.tb_next
     return place

@@ -26,10 +26,11 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload  # the type of an operator in a captured graph; it has no public name
 
 # Fake tensors: shapes without memory. torch.export uses them under the same names.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, mb_unwrap_functional_tensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # A dictionary whose keys are objects by identity, held weakly: tensors compare by element, so WeakKeyDictionary fails.
@@ -47,6 +48,7 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "ValueLess",
     "WeakIdKeyDictionary",
     "aot_export_joint_with_descriptors",
     "arguments_of",
@@ -107,6 +109,10 @@ def unwrap_functional(tensor: Tensor) -> Tensor:
 def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
     """The innermost hooks for saved tensors (pack, unpack), which have no public reader; also while tracing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+ValueLess = (GuardOnDataDependentSymNode, DataDependentOutputException)
+"""What is raised where a model asks a tensor without values for its value."""
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -86,7 +86,14 @@ class _Walk:
         if not depth or not isinstance(fields, dict) or not fields:
             return self.identity(value, name)
         self.alive.append(value)
-        return name + "(" + ",".join([f"{k}={self.text(v, depth - 1)}" for k, v in fields.items()]) + ")"
+        parts = []
+        for key, field in fields.items():
+            text = self.text(field, depth - 1)
+            if key.startswith("_"):  # often of this process alone, such as a cached hash of strings
+                self.local.append(text)
+            else:
+                parts.append(f"{key}={text}")
+        return f"{name}({','.join(parts)})"
 
 
 def module_key(module: nn.Module) -> Key:

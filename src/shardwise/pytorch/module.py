@@ -13,6 +13,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -218,13 +219,14 @@ class ParallelModule(nn.Module):
 def run(module: ParallelModule, args: tuple, kwargs: dict[str, Any]) -> Any:
     """One call of a parallelized module."""
     runtime = module._shardwise
+    runtime.council.calls += 1
     try:
         call = describe(module, args, kwargs, runtime.batch, runtime.device)
         statement = _statement(runtime, module, call)
     except Exception:
         runtime.council.fail()  # the others are about to wait for this rank
         raise
-    agreed = runtime.council.agree(statement)
+    agreed = runtime.council.agree(statement, lambda batched: restate(call, statement, batched))
     rows = sum(agreed.rows)
     call.batched = agreed.batched
     program = runtime.find((agreed.epochs, call.key(rows).shared), module, call, rows)
@@ -246,7 +248,6 @@ def _statement(runtime: Runtime, module: nn.Module, call: Call) -> Statement:
     """What this rank tells the others."""
     seed = int(torch.randint(-(1 << 62), 1 << 62, (), dtype=torch.int64))
     calls = runtime.council.calls
-    runtime.council.calls += 1
     key, arguments = module_key(module), call.own_key()
     epoch = runtime.epoch(module, key, arguments)
     if runtime.council.group is None:
@@ -263,6 +264,12 @@ def _statement(runtime: Runtime, module: nn.Module, call: Call) -> Statement:
         call.batched,
         seed,
     )
+
+
+def restate(call: Call, statement: Statement, batched: int) -> Statement:
+    """The statement where the ranks disagree about which tensors hold rows: those that do on all of them."""
+    call.batched = batched
+    return replace(statement, batched=batched, arguments=mark(call.own_key().shared), values=checksum(call.others()))
 
 
 def install(module: nn.Module, runtime: Runtime, call: Call, rows: int, program: LocalProgram) -> nn.Module:

@@ -33,12 +33,14 @@ def rank() -> int:
     return dist.get_rank() if has_group() else 0
 
 
-def target_device(module: nn.Module) -> torch.device:
+def target_device(module: Any) -> torch.device:
     """Where the module runs: where its parameters are; for a meta module the accelerator, if there is one.
 
     Raises InputError where its tensors lie on several devices.
     """
     found: dict[torch.device, str] = {}
+    if not isinstance(module, nn.Module):  # refused later, together with the other ranks
+        return torch.device("cpu")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.device.type != "meta":
             found.setdefault(tensor.device, name)
@@ -59,10 +61,11 @@ def ensure_group(device: torch.device) -> int:
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return 1
-        if device.type == "cuda":
+        cuda = device.type == "cuda"
+        if cuda:
             torch.cuda.set_device(device)
         # Both, so that what ranks tell each other on CPUs never waits for the GPU's stream.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     return dist.get_world_size()
 
 

@@ -17,19 +17,25 @@ BUCKET_BYTES = 1 << 20
 """A buffer is sent when it holds this much. Larger ones start later and hide less."""
 
 
+def _late(graph: Graph) -> set[int]:
+    """Indices of the views of backward that only lead to outputs."""
+    read: set[str] = set()
+    found: set[int] = set()
+    for k in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[k]
+        names = {v.name for v in node.results if v is not None}
+        if node.phase == BACKWARD and is_view(node) and not names & read:
+            found.add(k)
+        else:
+            read.update(node.operands)
+    return found
+
+
 def late_views(graph: Graph) -> Graph:
     """Views that only lead to outputs move behind everything else of backward."""
-    read_later: set[str] = set()
-    moved: list[Node] = []
-    kept: list[Node] = []
-    for node in reversed(graph.nodes):
-        names = {v.name for v in node.results if v is not None}
-        if node.phase == BACKWARD and is_view(node) and not names & read_later:
-            moved.append(node)
-            continue
-        kept.append(node)
-        read_later.update(node.operands)
-    return graph.with_nodes((*reversed(kept), *reversed(moved)), "late_views")
+    late = _late(graph)
+    first = [n for k, n in enumerate(graph.nodes) if k not in late]
+    return graph.with_nodes((*first, *(graph.nodes[k] for k in sorted(late))), "late_views")
 
 
 @dataclass
@@ -40,7 +46,8 @@ class _Bucket:
 
 def bucket_gradients(graph: Graph) -> Graph:
     """Puts small all-reduces whose results only leave the program into shared buffers."""
-    read = {name for n in graph.nodes if not (n.phase == BACKWARD and is_view(n)) for name in n.operands}
+    late = _late(graph)
+    read = {name for k, n in enumerate(graph.nodes) if k not in late for name in n.operands}
     open_buckets: dict[tuple[Arg, Arg, str], _Bucket] = {}
     closed: dict[int, list[int]] = {}
     for k, node in enumerate(graph.nodes):
