@@ -24,9 +24,9 @@ check: setup
 test: check
 	$(PY) -m pytest -q -m "not full"
 
-# The long sweeps. QUARTER=0..3 runs one quarter of them (CI rotates by commit).
+# The long sweeps. QUARTER=0..3 runs one quarter of them (CI rotates by commit); BUDGET=SECONDS starts none after that.
 test-all: setup
-	$(PY) -m pytest -q -m full $(if $(QUARTER),--quarter $(QUARTER),)
+	$(PY) -m pytest -q -m full $(if $(QUARTER),--quarter $(QUARTER),) $(if $(BUDGET),--budget $(BUDGET),)
 
 bench: setup
 	$(PY) -m benchmarks.$(NAME) $(ARGS)

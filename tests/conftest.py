@@ -1,6 +1,7 @@
 """Options and fixtures of all tests.
 
     --quarter N        of the tests marked `full`, keep every fourth by a stable hash of its name
+    --budget SECONDS   start no further test marked `full` once the session has run this long; say so for each
     --update-golden    rewrite tests/golden/ instead of comparing with it
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ GOLDEN = ROOT / "tests" / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quarter", type=int, choices=range(4), help="run one quarter of the tests marked full")
+    parser.addoption("--budget", type=float, help="seconds after which no further test marked full is started")
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files")
 
 
@@ -36,6 +39,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (dropped if other else kept).append(item)
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
+
+
+STARTED_S = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    budget = item.config.getoption("--budget")
+    if budget is not None and item.get_closest_marker("full") and time.monotonic() - STARTED_S > budget:
+        pytest.skip(f"the budget of {budget:.0f} s is spent; `make test-all` runs everything")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
