@@ -34,7 +34,7 @@ class Key:
 
     shared: tuple[Any, ...]
     """Equal on all ranks where their modules are."""
-    local: tuple[int, ...]
+    local: tuple[int | str, ...]
     """Identities and versions on this rank."""
     alive: tuple[Any, ...]
     """The objects behind the identities; whoever keeps the key keeps them, so that no identity is given out again."""
@@ -50,7 +50,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.alive: list[Any] = []
-        self.local: list[int] = []
+        self.local: list[int | str] = []
         self.seen: dict[int, int] = {}
 
     def identity(self, value: Any, text: str) -> str:
