@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.errors import CaptureError
 from tests.dist.pool import run_world
 from tests.dist.roads import SHARES, Arrival, Road, planned, unsplit
-from tests.equality import Run, compare, train
+from tests.equality import TOLERANCE, Run, compare, train
 
 FAST = ("gpt2", "custom_op_mlp", "inplace_net", "uneven_mlp")
 SLOW = (
@@ -23,6 +23,8 @@ SLOW = (
 )  # fmt: skip
 STEPS = 3
 LR = 0.01
+SINGLE = 1e-5
+"""Tolerance where the model itself computes parts in float32: sums in another order differ by some 1e-7 a step."""
 WHOLE: dict[str, set[str]] = {
     "timm_resnet": {"aten.convolution_backward.default"},
     "mamba": {"aten.convolution_backward.default"},
@@ -61,8 +63,15 @@ def travel(rank: int, world: int, folder: Path, road: Road, expected: Run) -> Ar
     """Trains an entry on this rank and compares."""
     module, make_batch, loss_from = build(folder, road.case)
     module = planned(road, module, *make_batch(0, 0))
-    error = compare(train(module, make_batch, loss_from, STEPS, LR), expected)
+    tolerance = SINGLE if _computes_in_single(module) else TOLERANCE
+    error = compare(train(module, make_batch, loss_from, STEPS, LR), expected, tolerance)
     return Arrival(error, module.plan.flops_share, unsplit(module), (0.0, 0.0))
+
+
+def _computes_in_single(module: Any) -> bool:
+    """Whether a model that was made fp64 casts to float32 inside, as losses and norms of transformers do."""
+    graph = module._shardwise.first.graph
+    return any(v is not None and v.dtype == "float32" and v.numel > 1 for n in graph.nodes for v in n.results)
 
 
 def check(shared_dir: Path, name: str, plan: str) -> None:

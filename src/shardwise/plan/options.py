@@ -143,9 +143,7 @@ def strategies(
         )
         if not all(is_valid(s, layout, mesh) for s, layout in zip(shapes, operands)):
             continue
-        if not all(
-            v is None or layout is None or is_valid(v.shape, layout, mesh) for v, layout in zip(node.results, results)
-        ):
+        if any(v and layout and not is_valid(v.shape, layout, mesh) for v, layout in zip(node.results, results)):
             continue
         share = _share(combination, mesh)
         found.append(Strategy(operands, results, tuple(o.choice for o in combination), share))

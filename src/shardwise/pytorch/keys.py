@@ -88,7 +88,7 @@ class _Walk:
         if not depth or not isinstance(fields, dict) or not fields:
             return self.identity(value, name)
         self.alive.append(value)
-        parts = []
+        parts: list[str] = []
         for key, field in fields.items():
             text = self.text(field, depth - 1)
             if key.startswith("_"):  # often of this process alone, such as a cached hash of strings
