@@ -100,6 +100,12 @@ def test_liveness_counts_storages_once():
     assert live_bytes(graph) == [w + x + g, w + x + g + y, w + g + y, w + g + y + dx]
 
 
+def test_an_input_may_stand_before_the_owner_of_its_storage():
+    graph = small_graph()
+    view = Input(Value("v", (2, 3), "float64", None, "w"), "saved", "v")
+    assert storage_intervals(replace(graph, inputs=(view, *graph.inputs)))["w"] == (-1, 3)
+
+
 def test_backward_makes_its_own_views():
     graph = verify(recompute(small_graph()))
     forward = {v.name for n in graph.nodes if n.phase == "forward" for v in n.results}

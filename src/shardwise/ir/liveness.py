@@ -8,8 +8,11 @@ from .graph import Graph
 def storage_of(graph: Graph) -> dict[str, str]:
     """Value name -> name of the value that owns its storage."""
     owner: dict[str, str] = {}
-    for name, value in graph.values.items():
-        owner[name] = owner[value.alias] if value.alias is not None else name
+    for name in graph.values:
+        base = name
+        while (alias := graph.values[base].alias) is not None:  # an input may stand before the owner of its storage
+            base = alias
+        owner[name] = base
     return owner
 
 
