@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.harness import Row, Target, run
 from shardwise.api import parallelize
-from shardwise.ir.passes import recompute_views
+from shardwise.ir.passes import recompute
 from shardwise.ir.runner import call_of
 from shardwise.models.training import Recipe, demo_batches, demo_model
 from shardwise.pipeline import find_rules
@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace) -> tuple[list[Row], dict[str, float | N
 
 def _verify(program: Any, budget_s: float) -> tuple[list[Row], int]:
     """Rules found on the CPU, executed again on the GPU."""
-    ruled = find_rules(recompute_views(program.graph))
+    ruled = find_rules(recompute(program.graph))
     runner = TorchRunner("cuda")
     seen, wrong, rows, checked, start = set(), 0, [], 0, time.perf_counter()
     for node, rule in zip(ruled.graph.nodes, ruled.rules, strict=True):

@@ -28,7 +28,7 @@ from torch import nn
 
 from shardwise.cluster import Cluster
 from shardwise.ir.graph import Graph
-from shardwise.ir.passes import recompute_views
+from shardwise.ir.passes import recompute
 from shardwise.models import GPT
 from shardwise.models.gpt import demo_config
 from shardwise.plan import reshard
@@ -67,7 +67,7 @@ def model(layers: int) -> Model:
     else:
         block = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
         program = capture(block, (torch.randn(64, 128, 1024),))
-    graph = recompute_views(program.graph)
+    graph = recompute(program.graph)
     return Model(graph, RuleBook(TorchRunner()).of_graph(graph), count_flops(graph))
 
 

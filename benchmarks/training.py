@@ -76,7 +76,7 @@ def plan_time(what: str) -> None:
     """Seconds to find rules, or to plan."""
     from shardwise.api import plan_model
     from shardwise.ir import disk
-    from shardwise.ir.passes import recompute_views
+    from shardwise.ir.passes import recompute
     from shardwise.models.training import Recipe, demo_batches, demo_model
     from shardwise.pipeline import find_rules
     from shardwise.pytorch.capture import capture
@@ -89,7 +89,7 @@ def plan_time(what: str) -> None:
     if what == "plan_cold":
         for path in (disk.cache_dir() / "plans").glob("*.json"):
             path.unlink()
-    graph = recompute_views(capture(module, example, None).graph) if what.startswith("rules") else None
+    graph = recompute(capture(module, example, None).graph) if what.startswith("rules") else None
     start = time.perf_counter()
     if what == "rules_cold":
         assert graph is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -56,3 +57,8 @@ def test_no_operator_is_named(folder):
 def test_functions_and_files_are_short():
     long = [p for p in sorted(SOURCE.rglob("*.py")) if len(p.read_text().splitlines()) > 460]
     assert not long, [str(p.relative_to(SOURCE)) for p in long]
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE.parents[1] / "benchmarks").glob("[a-z]*.py")), ids=lambda p: p.stem)
+def test_every_benchmark_still_imports(path):
+    importlib.import_module(f"benchmarks.{path.stem}")
