@@ -100,8 +100,6 @@ def _moves(
                 continue
             if not is_valid(shape, after, mesh):
                 continue
-            if kind == "all_to_all" and isinstance(here, Shard) and isinstance(there, Shard) and here.dim == there.dim:
-                continue  # the same dim in other units: gather and cut
             yield Move(kind, axis, layout, after, _move_s(kind, axis, layout, mesh, links, shape, item))
 
 
@@ -229,9 +227,5 @@ def _steps(
 
 
 def _direct(layout: Layout, axis: int, there: Placement) -> bool:
-    """Whether an axis may go to this placement: no later axis cuts that factor already, and no dim changes its unit."""
-    if not isinstance(there, Shard):
-        return True
-    here = layout[axis]
-    same_dim = isinstance(here, Shard) and here.dim == there.dim  # the same dim in other units: gather and cut
-    return not same_dim and not _nested_later(layout, axis, there)
+    """Whether an axis may go to this placement: no later axis cuts that factor already."""
+    return not isinstance(there, Shard) or not _nested_later(layout, axis, there)
