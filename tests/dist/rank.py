@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import _redistribute, debug
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -96,6 +97,11 @@ def _join_fresh_group(generation: int, rank: int, world: int, store: dist.Store)
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        # Meshes of one shape are equal whatever group they were made on, and torch keeps what it found for a mesh: the
+        # next function's DTensors would get the mesh of a dead group.
+        debug._clear_sharding_prop_cache()
+        _redistribute.clear_redistribute_planner_cache()
+        _redistribute._gen_transform_infos.cache_clear()
 
 
 def _die_with_the_session() -> None:

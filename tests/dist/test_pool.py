@@ -10,6 +10,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.conftest import ROOT
 from tests.dist.pool import Pool, RankDied, RankError, RankTimeout, run_world
@@ -71,6 +73,15 @@ def out_of_step(rank, world):
         dist.all_reduce(torch.ones(1), group=group, async_op=True)
     else:
         raise ValueError("left early")
+
+
+def read_a_shard(rank, world, groups_before):
+    """The global value of a result on a mesh whose groups have other names than those of the run before."""
+    for _ in range(groups_before):
+        dist.new_group(list(range(world)))
+    mesh = init_device_mesh("cpu", (world // 2, 2))
+    shard = distribute_tensor(torch.arange(8.0), mesh, [Replicate(), Shard(0)])
+    return shard.detach().mul(2).full_tensor().sum().item()
 
 
 def hold_pids(rank, world):
@@ -148,6 +159,11 @@ def test_a_group_out_of_step_does_not_reach_the_next_test(ranks):
         with pytest.raises(RankError, match="left early"):
             ranks.run(out_of_step)
         assert ranks.run(add_up, 0)[0][2] == sum(range(ranks.world))
+
+
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+def test_meshes_of_an_earlier_group_do_not_reach_the_next_test(ranks):
+    assert [ranks.run(read_a_shard, n) for n in (3, 0)] == [[56.0] * 4] * 2
 
 
 @pytest.mark.parametrize("ranks", [4], indirect=True)
