@@ -8,32 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ..cost.collectives import BUFFER_BYTES, SHARED_BYTES
 from ..ir.graph import BACKWARD, ITEM_BYTES, Arg, Graph, Node, Ref
-from ..ir.passes import is_view
-
-SMALL_BYTES = 1 << 18
-"""All-reduces up to this size are put together."""
-BUCKET_BYTES = 1 << 20
-"""A buffer is sent when it holds this much. Larger ones start later and hide less."""
-
-
-def _late(graph: Graph) -> set[int]:
-    """Indices of the views of backward that only lead to outputs."""
-    read: set[str] = set()
-    found: set[int] = set()
-    for k in range(len(graph.nodes) - 1, -1, -1):
-        node = graph.nodes[k]
-        names = {v.name for v in node.results if v is not None}
-        if node.phase == BACKWARD and is_view(node) and not names & read:
-            found.add(k)
-        else:
-            read.update(node.operands)
-    return found
+from ..ir.passes import leaving, leaving_views
 
 
 def late_views(graph: Graph) -> Graph:
     """Views that only lead to outputs move behind everything else of backward."""
-    late = _late(graph)
+    late = leaving_views(graph)
     first = [n for k, n in enumerate(graph.nodes) if k not in late]
     return graph.with_nodes((*first, *(graph.nodes[k] for k in sorted(late))), "late_views")
 
@@ -46,22 +28,21 @@ class _Bucket:
 
 def bucket_gradients(graph: Graph) -> Graph:
     """Puts small all-reduces whose results only leave the program into shared buffers."""
-    late = _late(graph)
-    read = {name for k, n in enumerate(graph.nodes) if k not in late for name in n.operands}
+    last = leaving(graph)
     open_buckets: dict[tuple[Arg, Arg, str], _Bucket] = {}
     closed: dict[int, list[int]] = {}
     for k, node in enumerate(graph.nodes):
         value = node.results[0] if node.results else None
-        if node.op != "comm.all_reduce" or node.phase != BACKWARD or value is None or value.name in read:
+        if node.op != "comm.all_reduce" or node.phase != BACKWARD or value is None or value.name not in last:
             continue
         nbytes = value.numel * ITEM_BYTES.get(value.dtype, 8)
-        if nbytes > SMALL_BYTES:
+        if nbytes > SHARED_BYTES:
             continue
         key = (node.args[1], node.args[2], value.dtype)
         bucket = open_buckets.setdefault(key, _Bucket())
         bucket.members.append(k)
         bucket.nbytes += nbytes
-        if bucket.nbytes >= BUCKET_BYTES:
+        if bucket.nbytes >= BUFFER_BYTES:
             closed[k] = open_buckets.pop(key).members
     for bucket in open_buckets.values():
         closed[bucket.members[-1]] = bucket.members
