@@ -11,8 +11,10 @@ from shardwise.cost.collectives import BUFFER_BYTES, SHARED_BYTES, collective_s
 from shardwise.ir.graph import BACKWARD
 from shardwise.ir.passes import leaving
 from shardwise.plan.reshard import Resharding
+from shardwise.pytorch.buffers import plan_buffers, writing
 from shardwise.spmd.bucket import bucket_gradients, late_views
 from shardwise.spmd.lower import lower
+from shardwise.spmd.split import split
 
 ALPHA_S, BYTES_PER_S = 1e-3, 1e9
 DEVICE = Device("slow links", {"float32": 1e11}, 1 << 34, 1e10, 1e-6)
@@ -24,7 +26,7 @@ class Layers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)), nn.Linear(32, 4096))
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)), nn.Linear(32, 40_000))
 
     def forward(self, x):
         return self.layers(x).square().mean()
@@ -72,6 +74,7 @@ def test_small_gradients_travel_together_and_the_plan_says_so(planned):
     assert len(before) == 14, "a weight and a bias of seven layers"
     sizes = sorted(len(n.results) for n in after)
     assert sizes == [1, 13], "all but the large weight share one buffer"
+    assert len(after[0].results) == 1, "the large one is made first, and starts at once"
     made = {v.name for n in before for v in n.results if v is not None}
     assert {v.name for n in after for v in n.results if v is not None} == made
 
@@ -80,3 +83,29 @@ def test_small_gradients_travel_together_and_the_plan_says_so(planned):
     charged = sum(t.seconds for t in plan.transfers if t.phase == "backward" and "all_reduce" in t.kinds)
     # On two ranks an all-reduce puts its bytes on the wire once.
     assert charged == pytest.approx(ALPHA_S * (1 + small / BUFFER_BYTES) + moved / BYTES_PER_S, rel=1e-3)
+
+
+def test_a_reduction_stands_behind_the_maker_of_its_last_operand(planned):
+    plan = planned.plan
+    resharding = Resharding(plan.mesh, CLUSTER.axes(plan.mesh))
+    graph = bucket_gradients(late_views(lower(planned.graph, planned.rules, plan, resharding, (0,))))
+    for k, node in enumerate(graph.nodes):
+        if node in reductions(graph):
+            assert max(graph.producer[name] for name in node.operands) in (k - 1, k - 2)
+
+
+def test_gradients_are_made_inside_their_buffer(planned):
+    plan = planned.plan
+    resharding = Resharding(plan.mesh, CLUSTER.axes(plan.mesh))
+    graph = split(bucket_gradients(late_views(lower(planned.graph, planned.rules, plan, resharding, (0,))))).backward
+    assert graph is not None
+    buffers = plan_buffers(graph)
+    (buffer,) = buffers.sent.values()
+    places = sorted((s.start, s.stop) for s in buffer.slots)
+    assert places[0][0] == 0 and places[-1][1] == buffer.numel
+    assert all(a[1] == b[0] for a, b in zip(places, places[1:])), "no gap, no overlap"
+    assert len(buffers.made_in) == 13
+    makers = [graph.nodes[graph.producer[name]] for name in buffers.made_in]
+    assert all(writing(node) is not None for node in makers), "products and sums have a variant with out="
+    assert [b for k in buffers.begins.values() for b in k] == [buffer]
+    assert min(graph.producer[name] for name in buffers.made_in) in buffers.begins

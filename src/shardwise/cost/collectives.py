@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from ..cluster.links import COLLECTIVES, AxisLink
 
-SHARED_BYTES = 1 << 18
+SHARED_BYTES = 4 << 20
 """All-reduces up to this size share a buffer, where nothing waits for them before backward has ended."""
-BUFFER_BYTES = 1 << 20
+BUFFER_BYTES = 4 << 20
 """A shared buffer is sent when it holds this much. Larger ones start later and hide less."""
 
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from ..ir.graph import Arg, Graph, Literal, Node, Ref
 from ..ir.liveness import last_use, storage_of
 from . import collectives
-from .operators import find_op, from_literal
+from .buffers import Slot, plan_buffers, writing
+from .operators import dtype_of, find_op, from_literal
 from .runner import flatten_results
 
 _VIEWS = {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"}
@@ -47,6 +48,7 @@ class _Writer:
         self.lines: list[str] = []
         self.last = last_use(graph)
         self.owner = storage_of(graph)
+        self.buffers = plan_buffers(graph)
         self.given = {i.value.name for i in graph.inputs}
         self.storage_end: dict[str, int] = {}
         """Owner of a storage -> the last node that reads any value in it."""
@@ -64,6 +66,7 @@ class _Writer:
         """The source of the function."""
         self.lines.append("def run(inputs):")
         names = [i.value.name for i in self.graph.inputs]
+        device = self.constant(self.device)
         if names:
             self.lines.append(f"    ({', '.join(names)},) = inputs")
         self.lines.append("    inputs.clear()")
@@ -76,7 +79,11 @@ class _Writer:
         for k, node in enumerate(self.graph.nodes):
             for name in dict.fromkeys(node.operands):
                 self.wait(name)
+            for buffer in self.buffers.begins.get(k, []):
+                size = f"{buffer.numel}, dtype={self.constant(dtype_of(buffer.dtype))}"
+                self.lines.append(f"    {buffer.name} = {self.constant(torch.empty)}({size}, device={device})")
             self.lines.append("    " + self.node(node, k))
+            self.lines += [f"    {line}" for line in self.copies(node)]
             gone = [n for n in dying.get(k, []) if n not in unread]
             for name in gone:
                 self.wait(name)
@@ -118,11 +125,31 @@ class _Writer:
             return f"{node.results[0].name} = {self.arg(node.args[0])}.reshape({shape})"
         op = self.constant(find_op(node.op))
         args = [self.arg(a) for a in node.args] + [f"{key}={self.arg(a)}" for key, a in node.kwargs]
+        if (slot := self.slot_of(node)) is not None and (variant := writing(node)) is not None:
+            assert node.results[0] is not None
+            return f"{node.results[0].name} = {self.constant(variant)}({', '.join(args)}, out={self.place(slot)})"
         call = f"{op}({', '.join(args)})"
         if len(node.results) == 1 and node.results[0] is not None and not _returns_list(node.op):
             return f"{node.results[0].name} = {call}"
         names = ["_" if v is None else v.name for v in node.results]
         return f"({', '.join(names)},) = flatten_results({call})"
+
+    def slot_of(self, node: Node) -> Slot | None:
+        """Where the node makes its only result, if in a buffer."""
+        first = node.results[0] if len(node.results) == 1 else None
+        return None if first is None else self.buffers.made_in.get(first.name)
+
+    def place(self, slot: Slot) -> str:
+        """The part of a buffer for one value."""
+        return f"{slot.buffer}[{slot.start}:{slot.stop}].view({self.constant(slot.shape)})"
+
+    def copies(self, node: Node) -> list[str]:
+        """Brings results into their buffers where the operator cannot write there itself."""
+        slots = self.buffers.made_in
+        names = [v.name for v in node.results if v is not None and v.name in slots]
+        if len(node.results) == 1 and names and writing(node) is not None:
+            return []
+        return [f"{name} = {self.place(slots[name])}.copy_({name})" for name in names]
 
     def collective(self, node: Node, k: int) -> str:
         """Starts a collective on the process group of its axis."""
@@ -133,8 +160,13 @@ class _Writer:
         if node.op == "comm.all_reduce_many":
             names = [v.name for v in node.results if v is not None]
             self.pending.update(names)
+            buffer = self.buffers.sent[k]
+            for ref, slot in zip(node.operands, buffer.slots):
+                if ref not in self.buffers.made_in:
+                    self.lines.append(f"    {self.place(slot)}.copy_({ref})")
             function = self.constant(collectives.all_reduce_many)
-            return f"({', '.join(names)},) = {function}({self.arg(x)}, {group}, {rest[0]!r})"
+            shapes = self.constant([slot.shape for slot in buffer.slots])
+            return f"({', '.join(names)},) = {function}({buffer.name}, {shapes}, {group}, {rest[0]!r})"
         assert isinstance(x, Ref)
         name = node.results[0].name
         kind = node.op.removeprefix("comm.")
