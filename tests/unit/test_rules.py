@@ -49,6 +49,21 @@ _POOL = ((2, 2), (2, 2), (0, 0))
 _LAYER_NORM = (f(8, 16, 32), f(8, 16, 32), f(8, 16, 1), f(8, 16, 1), f(32), f(32))
 
 EXPECTED: list[tuple[str, tuple, tuple, str]] = [
+    # Flat or zero on most inputs, and so additive on them.
+    ("threshold_backward.default", (f(5), f(5)), (A, B, 3.6), "([i],[i]) -> ([i])"),
+    ("threshold_backward.default", (f(), f()), (A, B, 0), "([],[]) -> ([]) linear{0}"),
+    ("hardtanh_backward.default", (f(), f()), (A, B, 0, 6), "([],[]) -> ([]) linear{0}"),
+    ("hardshrink_backward.default", (f(8, 32), f(8, 32)), (A, B, 0.0), "([i,j],[i,j]) -> ([i,j]) linear{0}"),
+    ("huber_loss_backward.default", (f(), f(8), f(8)), (A, B, C, 2, 8.7), "([],[i],[i]) -> ([i]) linear{0}"),
+    ("masked_scatter.default", (f(2, 2), bool_(2, 2), f(3)), (A, B, C), "([_,_],[_,_],[_]) -> ([_,_]) linear{0,2}"),
+    ("xlogy.Tensor", (f(8), f()), (A, B), "([i],[]) -> ([i]) linear{0}"),
+    ("addcdiv.default", (f(8), f(8), f(8)), (A, B, C), "([i],[i],[i]) -> ([i]) linear{0,1}"),
+    (
+        "nll_loss_backward.default",
+        (f(), f(3), i(), f(3), f()),
+        (A, B, C, D, 1, -100, E),
+        "([],[i],[],[i],[]) -> ([i]) index{i:2,mask} linear{0|3|0,1|1,3}",
+    ),
     # Reductions that random inputs mistake for one another.
     ("any.dim", (bool_(8, 32),), (A, 1), "([i,j]) -> ([i]) reduce{j:max}"),
     ("all.default", (bool_(8, 32),), (A,), "([i,j]) -> ([]) reduce{i:min} reduce{j:min}"),
@@ -197,7 +212,7 @@ EXPECTED: list[tuple[str, tuple, tuple, str]] = [
     ("upsample_nearest2d.default", (f(8, 16, 20, 20),), (A, (40, 40)), "([i,j,_,_]) -> ([i,j,_,_]) linear{0}"),
     # Integers: sizes become local, counts and positions stay global.
     ("full.default", (), ((8, 32), 1.0), "() -> ([i,j]) local{i:0.0} local{j:0.1}"),
-    ("new_zeros.default", (f(8, 32),), (A, (8, 32)), "([i,j]) -> ([k,l]) local{k:1.0} local{l:1.1} linear{0}"),
+    ("new_zeros.default", (f(8, 32),), (A, (8, 32)), "([i,j]) -> ([k,l]) local{k:1.0} local{l:1.1}"),
     ("new_empty_strided.default", (f(8, 16),), (A, (8, 16), (16, 1)), "([i,j]) -> ([k,l]) local{k:1.0} local{l:1.1}"),
     ("empty_like.default", (f(8, 16),), (A,), "([i,j]) -> ([i,j])"),
     ("div.Tensor", (f(8, 32),), (A, 32), "([i,j]) -> ([i,j]) linear{0}"),

@@ -31,6 +31,13 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.allclose(a, b, rtol=rtol, atol=atol * max(scale, 1e-30), equal_nan=True))
 
 
+def adds_up(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> bool:
+    """Whether a + b is the total, to rounding of the larger summand: they may cancel."""
+    scale = max((float(np.abs(x).max()) for x in (a, b) if x.size), default=0.0)
+    single = total.dtype in (np.float32, np.complex64)
+    return bool(np.allclose(total, a + b, rtol=0.0, atol=(SINGLE_RTOL if single else RTOL) * scale))
+
+
 def reductions(whole: np.ndarray, parts: list[np.ndarray], even: bool) -> set[str]:
     """Names of the reductions under which the parts give the whole; "same" where every part already is the whole."""
     found = set()

@@ -99,8 +99,12 @@ def has_integers(call: Call) -> bool:
     return any(np.dtype(m.dtype).kind in "iu" for m in call.operands)
 
 
+class UnsteadyError(Exception):
+    """An operator that does not repeat itself: it reads memory that is not its own, or draws at random."""
+
+
 def trial(call: Call, kind: str, int_range: int, runner: OpRunner, seed: int = 0) -> Trial | None:
-    """Draws inputs and runs the operator; None where it refuses them or does not repeat itself."""
+    """Draws inputs and runs the operator; None where it refuses them. Raises UnsteadyError where two runs differ."""
     rng = np.random.default_rng([seed, KINDS.index(kind)])
     operands = [draw(meta, kind, int_range, rng) for meta in call.operands]
     try:
@@ -110,5 +114,5 @@ def trial(call: Call, kind: str, int_range: int, runner: OpRunner, seed: int = 0
         return None
     for a, b in zip(results, again):
         if a is not None and (b is None or not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")):
-            return None
+            raise UnsteadyError(f"{call.op} does not repeat itself on {kind} inputs")
     return Trial(call, operands, results)

@@ -18,6 +18,8 @@ from .rule import DimRef, Factor, IndexShift, Rule
 
 TOLERANCE = 1e-8
 """float64, relative to the largest element: sums over pieces are rounded in another order."""
+SINGLE_TOLERANCE = 1e-4
+"""float32, in which only operators are tried that know no float64 or make it of integers."""
 PARTS = (2, 3, 4)
 
 Arrays = list[np.ndarray | None]
@@ -216,7 +218,8 @@ def _equal(want: np.ndarray, got: np.ndarray, where: str, parts: Sequence[np.nda
         same = np.array_equal(want, got)
     else:
         scale = max(float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) for a in (want, *parts) if a is not None)
-        same = np.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)
+        tolerance = SINGLE_TOLERANCE if want.dtype in (np.float32, np.complex64) else TOLERANCE
+        same = np.allclose(got, want, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
     if not same:
         raise _Wrong(f"{where}: values differ")
 
