@@ -115,6 +115,18 @@ def test_deterministic() -> None:
     assert len(outputs) == 1
 
 
+def test_planning_prints_nothing() -> None:
+    """Neither to stdout nor to stderr, from the first import on."""
+    script = """
+from tests.unit.small_problems import random_problem
+from shardwise.plan.planner import optimise
+assert optimise(random_problem(5, (2, 2))).status == "optimal"
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout == "" and run.stderr == ""
+
+
 def test_solver_failure_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A solver that finds nothing costs quality, never a crash."""
     monkeypatch.setattr(planner, "relax", lambda form: planner.Relaxed("unknown", None, None, 0.0))

@@ -113,9 +113,9 @@ class GrowingProgram:
         return _read(whole, self.columns)
 
 
-def _single_threaded(max_nodes: int = 20_000, gap: float = 0.0) -> highspy.Highs:
+def _single_threaded(max_nodes: int = 20_000, gap: float = 0.0) -> highspy._Highs:
     """A silent solver that does the same on every run."""
-    solver = highspy.Highs()
+    solver = highspy._Highs()  # Highs() registers callbacks, and that prints a banner before it can be silenced
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("random_seed", 0)
@@ -125,7 +125,7 @@ def _single_threaded(max_nodes: int = 20_000, gap: float = 0.0) -> highspy.Highs
     return solver
 
 
-def _read(solver: highspy.Highs, columns: int) -> Solution:
+def _read(solver: highspy._Highs, columns: int) -> Solution:
     """What a solver that has run knows."""
     status = solver.getModelStatus()
     info = solver.getInfo()
