@@ -8,12 +8,14 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from shardwise.errors import MemoryLimitError
-from shardwise.plan import planner
+from shardwise.plan import unlimited
 from shardwise.plan.certificate import check
 from shardwise.plan.planner import optimise
+from shardwise.plan.price import Relaxed
 
 from .small_problems import all_plans, random_problem
 
@@ -80,16 +82,17 @@ def test_a_wrong_certificate_proves_less() -> None:
 
 
 def test_folded_bounds_are_lower_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folded program is a relaxation after any number of rounds."""
-    monkeypatch.setattr(planner, "LARGE", 0)
-    for rounds in (1, 2, 3):
-        monkeypatch.setattr(planner, "ROUNDS", (rounds, None))
+    """The prices of a folded network prove a bound for the whole, after any number of rounds of colouring."""
+    monkeypatch.setattr(unlimited, "LARGE", 0)
+    for rounds in (1, 2, 3, None):
+        monkeypatch.setattr(unlimited, "FOLD_ROUNDS", rounds)
         for seed in range(10):
             problem = random_problem(seed, (2,))
             best = min(e.seconds for _, e in all_plans(problem))
             outcome = optimise(problem)
             assert outcome.bound_s <= best * (1 + 1e-9) and outcome.evaluation.seconds >= best * (1 - 1e-9)
-            assert outcome.gap <= planner.LARGE_GAP
+            assert outcome.certificate is not None
+            assert check(problem, outcome.certificate()) == pytest.approx(outcome.bound_s, rel=1e-6)
 
 
 SCRIPT = """
@@ -129,7 +132,7 @@ assert optimise(random_problem(5, (2, 2))).status == "optimal"
 
 def test_solver_failure_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A solver that finds nothing costs quality, never a crash."""
-    monkeypatch.setattr(planner, "relax", lambda form: planner.Relaxed("unknown", None, None, 0.0))
+    monkeypatch.setattr(unlimited, "relax", lambda form: Relaxed("unknown", np.zeros(0), np.zeros(0), 0.0))
     problem = random_problem(3, (2,))
     outcome = optimise(problem)
     assert outcome.status == "fallback"

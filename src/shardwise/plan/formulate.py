@@ -84,7 +84,15 @@ class Formulation:
     """The program of a folded network. `limited`: with all that memory rows need, for one group per vertex only.
     `peak`: the peak of memory is minimized, not the time."""
 
-    def __init__(self, problem: Problem, network: Network, folded: Folded, limited: bool, peak: bool = False):
+    def __init__(
+        self,
+        problem: Problem,
+        network: Network,
+        folded: Folded,
+        limited: bool,
+        peak: bool = False,
+        start: list[Pair] | None = None,
+    ):
         self.problem, self.network, self.folded, self.limited = problem, network, folded, limited
         self.program = GrowingProgram()
         self.weight = 0.0 if peak else 1.0
@@ -109,7 +117,9 @@ class Formulation:
             self.peak = self.program.add_columns(np.array([PEAK_PRICE]), none, none, np.zeros(0))
         if limited:
             self._outlives()
-        self.add([(h, *pair) for h, hub in enumerate(folded.hubs) for pair in _cheapest(hub.micros)])
+        if start is None:
+            start = [(h, *pair) for h, hub in enumerate(folded.hubs) for pair in _cheapest(hub.micros)]
+        self.add(start)
 
     def _rows(self) -> None:
         """Rows of groups, of the ends of flows, and the columns that say that a need is not met."""
@@ -316,7 +326,7 @@ class Formulation:
         chosen = {}
         for group, members in enumerate(self.folded.members):
             best = int(np.argmax(x[self.x[group] : self.x[group + 1]]))
-            chosen.update(dict.fromkeys(members, best))
+            chosen.update(dict.fromkeys(members, int(self.folded.strategies[group][best])))
         full = expand(self.network, chosen)
         complete = tuple(full[k] for k in range(len(self.problem.vertices)))
         if not self.limited:

@@ -1,0 +1,146 @@
+"""Plans without regard to memory: a bound by ascent, then an exact program over what a better plan can still have.
+
+The network is reduced, and where it is large, equal layers are folded. `ascent.py` gives a lower bound and prices.
+- A small network: strategies and pairs of layouts that no plan within `within` of the bound can have are dropped. What
+  is left is a small linear program, whose optimum is the true one if it is at most the bound plus `within`; if it is
+  not, or nothing is left, more is kept. HiGHS settles the integers where the relaxation has not.
+- A large one: plans come from the prices (`dive.py`), and the bound stays that of the ascent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from .ascent import Ascent
+from .certificate import Certificate, certify
+from .dive import dive, mend
+from .evaluate import Assignment
+from .fold import Folded, fold, restrict
+from .formulate import Formulation, all_kept
+from .network import FORBIDDEN, MICRO, Network, expand, least, reduce
+from .price import relax, settle
+from .search import GAP, Search
+
+FOLD_ROUNDS = 2
+"""Rounds of colouring of a large network."""
+LARGE = 700
+"""Vertices of a reduced network above which it is folded and its program is not solved."""
+MAX_SWEEPS = 64
+"""Pairs of a forward and a backward sweep."""
+STEP = 4
+"""Pairs between two looks at the bound."""
+SLOW = 1.2e-4
+"""Relative gain of a step that ends the ascent."""
+ATTEMPTS = 8
+
+
+def unlimited(search: Search, network: Network) -> bool:
+    """Solves without regard to memory; False where the solver failed."""
+    reduced = reduce(network)
+    large = len(reduced.cost) > LARGE
+    folded = fold(reduced, FOLD_ROUNDS if large else None)
+    ascent = Ascent(folded)
+    within = climb(ascent)
+    search.bound_s = max(search.bound_s, ascent.bound() / MICRO)
+    if large:
+        search.certificate = partial(certify, network, reduced, folded, *ascent.prices())
+        search.offer(_dived(search, reduced, ascent))
+        return True
+    search.certificate = partial(_prove, search, network, reduced, folded)
+    return _exact(search, reduced, ascent, within)
+
+
+def climb(ascent: Ascent) -> float:
+    """Sweeps until little is gained; returns a guess of how far the bound is from the optimum of the program."""
+    before, gain = ascent.bound(), 0.0
+    within = abs(before)
+    for _ in range(MAX_SWEEPS // STEP):
+        for _ in range(STEP):
+            ascent.sweep(backwards=False)
+            ascent.sweep(backwards=True)
+        now = ascent.bound()
+        last, gain, before = gain, now - before, now
+        ratio = min(0.9, max(0.5, gain / last)) if last > 0 else 0.5
+        within = 2.0 * gain * ratio / (1.0 - ratio)
+        if gain < SLOW * abs(now):
+            break
+    return within
+
+
+def _dived(search: Search, reduced: Network, ascent: Ascent) -> Assignment:
+    """The plan that the prices lead to."""
+    folded = ascent.folded
+    fixed = dive(ascent)
+    chosen = {k: fixed[g] for g, members in enumerate(folded.members) for k in members}
+    full = expand(reduced, mend(reduced, chosen))
+    complete = tuple(full[k] for k in range(len(search.problem.vertices)))
+    return Assignment(complete, all_kept(search.problem, complete))
+
+
+def _prove(search: Search, network: Network, reduced: Network, folded: Folded) -> Certificate:
+    """Prices at the optimum of the whole linear program, which nothing but the proof needs."""
+    form = Formulation(search.problem, reduced, folded, limited=False)
+    relaxed = settle(form)
+    assert relaxed is not None, "the program was solved before"
+    return certify(network, reduced, folded, *form.prices(relaxed.duals))
+
+
+def narrow(ascent: Ascent, within: float) -> Folded:
+    """What plans can have that cost at most the bound plus `within`."""
+    keep = ascent.keep(within)
+    narrowed = restrict(ascent.folded, keep)
+    excess = [ascent.totals(g)[k] for g, k in enumerate(keep)]
+    excess = [e - ascent.totals(g).min() for g, e in enumerate(excess)]
+    hubs = []
+    for h, hub in enumerate(narrowed.hubs):
+        least_cost = ascent.slack(h)[np.ix_(hub.rows, hub.columns)]
+        least_cost += least(excess[hub.group], hub.own, len(hub.rows))[:, None]
+        reading = np.full(len(hub.columns), FORBIDDEN)
+        for slot in hub.slots:
+            for part in slot.parts:
+                edge = part.edge
+                read = least(excess[part.target[0]], edge.need, len(edge.at))
+                reading[edge.at] = np.minimum(reading[edge.at], read)
+        least_cost += reading
+        hubs.append(replace(hub, micros=np.where(least_cost <= within, hub.micros, FORBIDDEN)))
+    return replace(narrowed, hubs=hubs)
+
+
+def _exact(search: Search, reduced: Network, ascent: Ascent, within: float) -> bool:
+    """Solves the program of a small network; False where the solver failed."""
+    low = ascent.bound()
+    upper = np.inf
+    for _ in range(ATTEMPTS):
+        within = min(within, upper - low) + GAP * abs(low) + 1e-6
+        narrowed = narrow(ascent, within)
+        tables = (np.argwhere(hub.micros < FORBIDDEN).tolist() for hub in narrowed.hubs)
+        pairs = [(h, o, q) for h, table in enumerate(tables) for o, q in table]
+        form = Formulation(search.problem, reduced, narrowed, limited=False, start=pairs)
+        relaxed = relax(form)
+        if relaxed.status != "optimal":
+            return False
+        search.variables = max(search.variables, form.program.columns)
+        bound, found = low + within, np.inf
+        if form.unmet(relaxed.x) < 1e-7:
+            bound = min(bound, relaxed.bound)
+            found = search.offer(form.assignment(relaxed.x)).seconds * MICRO
+            if found > bound + GAP * abs(bound) and form.fractional(relaxed.x):
+                bound, found = _branch(search, form, low + within)
+        search.bound_s = max(search.bound_s, bound / MICRO)
+        upper = min(upper, found)
+        if upper - bound <= GAP * abs(upper):
+            break
+        within = min(4.0 * within, upper - low) if np.isfinite(upper) else 4.0 * within
+    return True
+
+
+def _branch(search: Search, form: Formulation, ceiling: float) -> tuple[float, float]:
+    """The bound that the integer program gives, and the cost of what it finds."""
+    solution = form.program.solve_integer(form.integer_columns(), search.max_nodes, GAP * 0.1)
+    search.nodes += solution.nodes
+    if solution.status not in ("optimal", "feasible"):
+        return min(solution.bound, ceiling), np.inf
+    return min(solution.bound, ceiling), search.offer(form.assignment(solution.x)).seconds * MICRO
