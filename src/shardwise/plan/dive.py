@@ -17,8 +17,10 @@ ROUNDS = 24
 """Rounds in which groups are decided; in the last all that are open."""
 RATIO = 0.7
 """By which the margin that decides a group falls from round to round."""
-QUANTILE = 0.75
+QUANTILE = 0.9
+"""Part of the groups whose margin is too small to be decided in the first round."""
 SWEEPS = 3
+"""Sweeps per round; they end in the direction that is opposite to that of the next."""
 PASSES = 12
 """Most passes of mending."""
 

@@ -321,12 +321,15 @@ class Formulation:
         values = x[self.integer_columns()]
         return bool((np.abs(values - np.round(values)) > 1e-6).any())
 
+    def rounded(self, x: np.ndarray) -> list[int]:
+        """The largest strategy of every group."""
+        return [int(np.argmax(x[first:last])) for first, last in zip(self.x, self.x[1:])]
+
     def assignment(self, x: np.ndarray) -> Assignment:
         """The choice that a solution stands for."""
         chosen = {}
-        for group, members in enumerate(self.folded.members):
-            best = int(np.argmax(x[self.x[group] : self.x[group + 1]]))
-            chosen.update(dict.fromkeys(members, int(self.folded.strategies[group][best])))
+        for strategies, best, members in zip(self.folded.strategies, self.rounded(x), self.folded.members):
+            chosen.update(dict.fromkeys(members, int(strategies[best])))
         full = expand(self.network, chosen)
         complete = tuple(full[k] for k in range(len(self.problem.vertices)))
         if not self.limited:

@@ -4,7 +4,8 @@ The network is reduced, and where it is large, equal layers are folded. `ascent.
 - A small network: strategies and pairs of layouts that no plan within `within` of the bound can have are dropped. What
   is left is a small linear program, whose optimum is the true one if it is at most the bound plus `within`; if it is
   not, or nothing is left, more is kept. HiGHS settles the integers where the relaxation has not.
-- A large one: plans come from the prices (`dive.py`), and the bound stays that of the ascent.
+- A large one: a plan comes from the prices (`dive.py`), and the bound stays that of the ascent, unless what is left is
+  a small program.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .certificate import Certificate, certify
 from .dive import dive, mend
 from .evaluate import Assignment
 from .fold import Folded, fold, restrict
-from .formulate import Formulation, all_kept
+from .formulate import Formulation, Pair, all_kept
 from .network import FORBIDDEN, MICRO, Network, expand, least, reduce
 from .price import relax, settle
 from .search import GAP, Search
@@ -35,6 +36,9 @@ STEP = 4
 SLOW = 1.2e-4
 """Relative gain of a step that ends the ascent."""
 ATTEMPTS = 8
+"""Times that more is kept of a small network."""
+MOST_PAIRS = 6_000
+"""Pairs in the program of a folded network; it is slower than that of an unfolded one of its size."""
 
 
 def unlimited(search: Search, network: Network) -> bool:
@@ -47,8 +51,7 @@ def unlimited(search: Search, network: Network) -> bool:
     search.bound_s = max(search.bound_s, ascent.bound() / MICRO)
     if large:
         search.certificate = partial(certify, network, reduced, folded, *ascent.prices())
-        search.offer(_dived(search, reduced, ascent))
-        return True
+        return _folded(search, reduced, ascent)
     search.certificate = partial(_prove, search, network, reduced, folded)
     return _exact(search, reduced, ascent, within)
 
@@ -70,14 +73,36 @@ def climb(ascent: Ascent) -> float:
     return within
 
 
-def _dived(search: Search, reduced: Network, ascent: Ascent) -> Assignment:
-    """The plan that the prices lead to."""
-    folded = ascent.folded
-    fixed = dive(ascent)
-    chosen = {k: fixed[g] for g, members in enumerate(folded.members) for k in members}
-    full = expand(reduced, mend(reduced, chosen))
+def _folded(search: Search, reduced: Network, ascent: Ascent) -> bool:
+    """A plan of a large network from the prices, and the program of what it leaves if that is small."""
+    low = ascent.bound()
+    upper = search.offer(_mended(search, reduced, ascent.folded, dive(ascent))).seconds * MICRO
+    narrowed = narrow(ascent, upper - low + GAP * abs(low))
+    pairs = _pairs(narrowed)
+    if len(pairs) > MOST_PAIRS:
+        return True
+    form = Formulation(search.problem, reduced, narrowed, limited=False, start=pairs)
+    relaxed = relax(form)
+    if relaxed.status == "optimal" and form.unmet(relaxed.x) < 1e-7:
+        search.variables = max(search.variables, form.program.columns)
+        search.bound_s = max(search.bound_s, min(relaxed.bound, upper) / MICRO)
+        search.offer(_mended(search, reduced, narrowed, form.rounded(relaxed.x)))
+    return relaxed.status == "optimal"
+
+
+def _mended(search: Search, reduced: Network, folded: Folded, chosen: list[int]) -> Assignment:
+    """The plan in which all members of a group have the strategy chosen for it, improved vertex by vertex."""
+    numbers = (int(strategies[s]) for strategies, s in zip(folded.strategies, chosen))
+    each = {k: number for number, members in zip(numbers, folded.members) for k in members}
+    full = expand(reduced, mend(reduced, each))
     complete = tuple(full[k] for k in range(len(search.problem.vertices)))
     return Assignment(complete, all_kept(search.problem, complete))
+
+
+def _pairs(folded: Folded) -> list[Pair]:
+    """All that are not forbidden."""
+    tables = (np.argwhere(hub.micros < FORBIDDEN).tolist() for hub in folded.hubs)
+    return [(h, o, q) for h, table in enumerate(tables) for o, q in table]
 
 
 def _prove(search: Search, network: Network, reduced: Network, folded: Folded) -> Certificate:
@@ -116,9 +141,7 @@ def _exact(search: Search, reduced: Network, ascent: Ascent, within: float) -> b
     for _ in range(ATTEMPTS):
         within = min(within, upper - low) + GAP * abs(low) + 1e-6
         narrowed = narrow(ascent, within)
-        tables = (np.argwhere(hub.micros < FORBIDDEN).tolist() for hub in narrowed.hubs)
-        pairs = [(h, o, q) for h, table in enumerate(tables) for o, q in table]
-        form = Formulation(search.problem, reduced, narrowed, limited=False, start=pairs)
+        form = Formulation(search.problem, reduced, narrowed, limited=False, start=_pairs(narrowed))
         relaxed = relax(form)
         if relaxed.status != "optimal":
             return False
