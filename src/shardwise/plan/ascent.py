@@ -19,7 +19,7 @@ On a folded network (`fold.py`) the prices of a group are those of all its membe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,8 +37,9 @@ Place = tuple[int, int]
 class _End:
     """The prices of one slot of a hub, or of one thing that is read, as the vertex sees them."""
 
-    place: Place | None
-    target: Target | None
+    number: int
+    """Of its prices."""
+    made: bool
     multiple: int
     index: np.ndarray
     """Strategy -> layout."""
@@ -47,14 +48,21 @@ class _End:
     present: np.ndarray
     absent: np.ndarray
     """Layouts that no strategy has."""
+    edges: list[tuple[Place, int, np.ndarray | slice]] = field(default_factory=list)
+    """(slot, prices on the other side, columns of the hub's table) of all uses that it stands for."""
+    shared: tuple[Place, ...] = ()
+    """Slots among them of hubs with several uses."""
+    table: np.ndarray | None = None
+    """What the only use costs, where the hub has no other: layouts here by layouts there."""
     ahead: tuple[bool, bool] = (False, False)
     """Whether the other side is visited later, in a forward and in a backward sweep."""
 
 
-def _end(place: Place | None, target: Target | None, multiple: int, index: np.ndarray, count: int) -> _End:
+def _end(number: int, made: bool, multiple: int, index: np.ndarray, count: int) -> _End:
     order = np.argsort(index, kind="stable")
     present, starts = np.unique(index[order], return_index=True)
-    return _End(place, target, multiple, index, order, starts, present, np.setdiff1d(np.arange(count), present))
+    absent = np.setdiff1d(np.arange(count), present)
+    return _End(number, made, multiple, index, order, starts, present, absent)
 
 
 def _whole(at: np.ndarray, columns: int) -> np.ndarray | slice:
@@ -69,20 +77,28 @@ class Ascent:
         self.folded = folded
         self.cost = list(folded.cost)
         self.counts = [len(m) for m in folded.members]
-        self.give: dict[Place, np.ndarray] = {}
-        self.take: dict[Target, np.ndarray] = {}
+        self.price: list[np.ndarray] = []
+        """By the number of the end; replaced, never changed in place."""
         self.ends: list[list[_End]] = [[] for _ in folded.members]
-        self.sources: dict[Target, list[tuple[Place, np.ndarray | slice]]] = {}
-        self.readers: dict[Place, list[tuple[Target, np.ndarray | slice]]] = {}
+        self.give: dict[Place, _End] = {}
+        self.take: dict[Target, _End] = {}
         self.spare: dict[int, np.ndarray] = {}
-        """Hub that is shared by several uses -> micros without what is paid."""
+        """Hub with several uses -> micros without what is paid."""
         self.paid: dict[Place, np.ndarray] = {}
         self.stale: set[Place] = set()
+        """Slots whose prices have changed since `paid` was computed."""
         for h in range(len(folded.hubs)):
             self._add_hub(h)
         middle = [m[len(m) // 2] for m in folded.members]
         self.order = sorted(range(len(middle)), key=lambda g: middle[g])
-        self._directions()
+        self._finish()
+
+    def _add_end(self, group: int, made: bool, multiple: int, index: np.ndarray, count: int) -> _End:
+        end = _end(len(self.price), made, multiple, index, count)
+        self.ends[group].append(end)
+        self.price.append(np.zeros(count))
+        self.price[end.number][end.absent] = -FORBIDDEN
+        return end
 
     def _add_hub(self, h: int) -> None:
         hub = self.folded.hubs[h]
@@ -90,43 +106,40 @@ class Ascent:
         if not hub.single:
             self.spare[h] = hub.micros.copy()
         for t, slot in enumerate(hub.slots):
-            end = _end((h, t), None, slot.multiple, hub.own, owns)
-            self.ends[hub.group].append(end)
-            self.give[h, t] = np.zeros(owns)
-            self.give[h, t][end.absent] = -FORBIDDEN
-            self.readers[h, t] = []
+            place = h, t
+            maker = self.give[place] = self._add_end(hub.group, True, slot.multiple, hub.own, owns)
             for part in slot.parts:
-                at = _whole(part.edge.at, columns)
-                self.readers[h, t].append((part.target, at))
-                self.sources.setdefault(part.target, []).append(((h, t), at))
                 if part.target not in self.take:
-                    end = _end(None, part.target, 1, part.edge.need, len(part.edge.at))
-                    self.ends[part.target[0]].append(end)
-                    self.take[part.target] = np.zeros(len(part.edge.at))
-                    self.take[part.target][end.absent] = -FORBIDDEN
+                    count = len(part.edge.at)
+                    self.take[part.target] = self._add_end(part.target[0], False, 1, part.edge.need, count)
+                reader, at = self.take[part.target], _whole(part.edge.at, columns)
+                maker.edges.append((place, reader.number, at))
+                reader.edges.append((place, maker.number, at))
             if not hub.single:
-                self.paid[h, t] = np.zeros((owns, columns))
+                self.paid[place] = np.zeros((owns, columns))
 
-    def _directions(self) -> None:
-        """Which ends look ahead, and the part of a vertex's excess that each gets."""
+    def _finish(self) -> None:
+        """Which ends look ahead, the part of a vertex's excess that each gets, and shortcuts for simple ends."""
         rank = {g: r for r, g in enumerate(self.order)}
+        owner = {end.number: rank[g] for g, ends in enumerate(self.ends) for end in ends}
         self.share: list[float] = []
         for g, ends in enumerate(self.ends):
             for end in ends:
-                if end.place is not None:
-                    others = [rank[target[0]] for target, _ in self.readers[end.place]]
-                else:
-                    assert end.target is not None
-                    others = [rank[self.folded.hubs[h].group] for (h, _), _ in self.sources[end.target]]
+                others = [owner[number] for _, number, _ in end.edges]
                 end.ahead = max(others) >= rank[g], min(others) <= rank[g]
+                end.shared = tuple(place for place, _, _ in end.edges if place[0] in self.spare)
+                if len(end.edges) == 1 and not end.shared:
+                    (h, _), _, at = end.edges[0]
+                    table = self.folded.hubs[h].micros[:, at]
+                    end.table = table if end.made else table.T
             most = max((sum(e.ahead[d] for e in ends) for d in (0, 1)), default=1)
             self.share.append(1.0 / max(most, 1))
 
     def _takes(self, place: Place) -> np.ndarray:
         """What the readers of a slot would give, by column."""
         found = np.full(self.folded.hubs[place[0]].micros.shape[1], -FORBIDDEN)
-        for target, at in self.readers[place]:
-            found[at] = np.maximum(found[at], self.take[target])
+        for _, number, at in self.give[place].edges:
+            found[at] = np.maximum(found[at], self.price[number])
         return found
 
     def _room(self, place: Place) -> np.ndarray:
@@ -139,7 +152,9 @@ class Ascent:
         for u, slot in enumerate(hub.slots):
             if (h, u) in self.stale:
                 self.stale.discard((h, u))
-                paid = np.maximum(self.give[h, u][:, None] + self._takes((h, u)), 0.0) * slot.multiple
+                paid = self.price[self.give[h, u].number][:, None] + self._takes((h, u))
+                np.maximum(paid, 0.0, out=paid)
+                paid *= slot.multiple
                 spare += self.paid[h, u]
                 spare -= paid
                 self.paid[h, u] = paid
@@ -148,40 +163,29 @@ class Ascent:
 
     def _pull(self, end: _End) -> None:
         """Raises the prices at an end by the slack of its edges."""
-        if end.place is not None:
-            room = self._room(end.place)
-            limits = [(room[:, at] - self.take[target]).min(1) for target, at in self.readers[end.place]]
+        if end.table is not None:
+            price = (end.table - self.price[end.edges[0][1]]).min(1)
         else:
-            assert end.target is not None
-            limits = [
-                (self._room(place)[:, at] - self.give[place][:, None]).min(0) for place, at in self.sources[end.target]
-            ]
-        price = limits[0] if len(limits) == 1 else np.minimum.reduce(limits)
+            price = np.full(len(self.price[end.number]), CAP)
+            for place, number, at in end.edges:
+                room = self._room(place)[:, at]
+                table = room if end.made else room.T
+                np.minimum(price, (table - self.price[number]).min(1), out=price)
         np.minimum(price, CAP, out=price)
-        price[end.absent] = -FORBIDDEN
+        if len(end.absent):
+            price[end.absent] = -FORBIDDEN
         self._set(end, price)
 
     def _set(self, end: _End, price: np.ndarray) -> None:
-        if end.place is not None:
-            self.give[end.place] = price
-            if end.place[0] in self.spare:
-                self.stale.add(end.place)
-        else:
-            assert end.target is not None
-            self.take[end.target] = price
-            self.stale.update(place for place, _ in self.sources[end.target] if place[0] in self.spare)
-
-    def _price(self, end: _End) -> np.ndarray:
-        if end.place is not None:
-            return self.give[end.place]
-        assert end.target is not None
-        return self.take[end.target]
+        self.price[end.number] = price
+        if end.shared:
+            self.stale.update(end.shared)
 
     def totals(self, g: int) -> np.ndarray:
         """Own cost plus prices of every strategy of a group."""
         total = self.cost[g].copy()
         for end in self.ends[g]:
-            price = self._price(end)[end.index]
+            price = self.price[end.number][end.index]
             total += price if end.multiple == 1 else price * end.multiple
         return total
 
@@ -198,7 +202,7 @@ class Ascent:
         share = 1.0 / max(1, len(ends)) if everything else self.share[g]
         for end in ends:
             if everything or end.ahead[backwards]:
-                price = self._price(end).copy()
+                price = self.price[end.number].copy()
                 price[end.present] -= np.minimum.reduceat(given[end.order], end.starts) * (share / end.multiple)
                 self._set(end, price)
         return excess
@@ -221,7 +225,7 @@ class Ascent:
         """What bringing a hub's value from an own layout to a column costs beyond what the prices pay."""
         hub = self.folded.hubs[h]
         if h not in self.spare:
-            return hub.micros - (self.give[h, 0][:, None] + self._takes((h, 0)))
+            return hub.micros - (self.price[self.give[h, 0].number][:, None] + self._takes((h, 0)))
         self._room((h, 0))
         return self.spare[h]
 
@@ -233,8 +237,9 @@ class Ascent:
         return [found[g] for g in range(len(self.order))]
 
     def prices(self) -> tuple[dict[Place, np.ndarray], dict[Target, np.ndarray]]:
-        """`give` and `take`."""
-        return dict(self.give), dict(self.take)
+        """`give` by slot and `take` by what is read."""
+        give = {place: self.price[end.number] for place, end in self.give.items()}
+        return give, {target: self.price[end.number] for target, end in self.take.items()}
 
     def pull(self, g: int) -> None:
         """Raises the prices of a group by all slack around it."""
@@ -251,8 +256,7 @@ class Ascent:
         """Prices that go their own way."""
         twin = object.__new__(Ascent)
         twin.__dict__.update(self.__dict__)
-        twin.cost = list(self.cost)
-        twin.give, twin.take = dict(self.give), dict(self.take)  # arrays are replaced, never changed in place
+        twin.cost, twin.price = list(self.cost), list(self.price)
         twin.spare = {h: spare.copy() for h, spare in self.spare.items()}
         twin.paid, twin.stale = dict(self.paid), set(self.stale)
         return twin
