@@ -17,6 +17,7 @@ Constraints
 - flows end where it is read                         sum flow - count x >= 0                          (`_rows`)
 - a flow needs a move, or in backward a kept copy    count move + kept - sum flow >= 0                (`_pair`)
 - only what was moved in forward can be kept         move - kept >= 0                                 (`_limited_pair`)
+- and only what is read there                        sum flow - kept >= 0                             (`_limited_pair`)
 - what backward reads from the own layout is saved   saved - move >= 0, tail - saved >= 0             (`_outlives`)
 - memory at a time                                   bytes <= limit or peak                           (`memory_row`)
 
@@ -261,12 +262,17 @@ class Formulation:
             batch.kept.append((kept, (h, o, q)))
             batch.hold(kept, life.copy_bytes[q], life.when.kept)
             batch.hold(kept, life.copy_bytes[q], life.when.backward)
+        read = None if kept is None else batch.row()
         for t, slot in using:
             row = batch.row()
             batch.entries.append((moves[slot.phase], row, 1.0))
             if kept is not None and slot.phase:
                 batch.entries.append((kept, row, 1.0))
-            self._flow(batch, h, t, slot, o, q, 0.0, row)
+            flows = self._flow(batch, h, t, slot, o, q, 0.0, row)
+            if read is not None and not slot.phase:
+                batch.entries += [(flow, read, 1.0) for flow in flows]
+        if kept is not None and read is not None:
+            batch.entries.append((kept, read, -1.0))
 
     def memory_row(self, time: int) -> None:
         """Bytes alive at a time stay within the limit, or the peak."""
