@@ -11,9 +11,21 @@ from .fold import fold
 from .formulate import PEAK_PRICE, Formulation
 from .network import MICRO, Network, build_network
 from .price import Relaxed, paying, settle
+from .priced import priced_plans
 from .problem import Problem
 from .search import GAP, Search
 
+LARGE = 100_000
+"""Pairs of layouts in a network above which no program is solved."""
+MEDIUM = 5_000
+"""Columns of a program above which a plan near the bound is enough."""
+NEAR = 0.015
+"""How near that is."""
+FIRST_STEP = 0.003
+"""Reduced cost of the columns among which integers are settled first, relative to the bound."""
+STEPS = 8
+NODES = 20
+"""Nodes of each of these searches."""
 MAX_ROUNDS = 60
 """Rounds of adding violated memory rows; afterwards rows for all times are added at once."""
 
@@ -22,6 +34,9 @@ def within_limit(search: Search, network: Network) -> bool:
     """Solves within the memory limit; False where the solver failed. Raises MemoryLimitError where nothing fits."""
     problem, limit = search.problem, search.problem.settings.memory_limit_bytes
     assert limit is not None
+    if sum(hub.micros.size for hub in network.hubs.values()) > LARGE:
+        priced_plans(search, network)
+        return search.best is not None
     form = Formulation(problem, network, fold(network, None), limited=True)
     relaxed = _with_memory(form, limit)
     if relaxed is None:
@@ -31,6 +46,8 @@ def within_limit(search: Search, network: Network) -> bool:
         return False
     search.bound_s = max(search.bound_s, relaxed.bound / MICRO)
     search.offer(form.assignment(relaxed.x))
+    if form.program.columns > MEDIUM:
+        return _nearly(search, form, relaxed, limit)
     for _ in range(MAX_ROUNDS):
         slack = _slack(search, relaxed)
         form.add(paying(form, relaxed.duals, -slack, every=True))
@@ -54,6 +71,31 @@ def within_limit(search: Search, network: Network) -> bool:
         if search.gap <= GAP or not (over or solution.bound > relaxed.bound + slack):
             break
     return True
+
+
+def _nearly(search: Search, form: Formulation, relaxed: Relaxed, limit: float) -> bool:
+    """A plan near the bound: integers are settled among the columns of small reduced cost only. A plan that needs
+    others costs at least the relaxation plus that reduced cost, so the bound holds for all."""
+    step = FIRST_STEP * abs(relaxed.bound)
+    for _ in range(STEPS):
+        form.add(paying(form, relaxed.duals, -step, every=True))
+        relaxed = _with_memory(form, limit) or relaxed
+        allowed = form.program.reduced_costs() <= step
+        solution = form.program.solve_integer(form.integer_columns(), NODES, NEAR * 0.1, allowed)
+        search.nodes += solution.nodes
+        search.variables = max(search.variables, form.program.columns)
+        search.bound_s = max(search.bound_s, min(solution.bound, relaxed.bound + step) / MICRO)
+        over = []
+        if solution.status in ("optimal", "feasible"):
+            evaluation = search.offer(form.assignment(solution.x))
+            over = _peaks(np.array(evaluation.memory_bytes), limit, form.memory)
+            for time in over:
+                form.memory_row(time)
+        if search.gap <= NEAR:
+            break
+        if not over:
+            step *= 2.0
+    return search.best is not None
 
 
 def _slack(search: Search, relaxed: Relaxed) -> float:

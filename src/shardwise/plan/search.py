@@ -41,6 +41,8 @@ class Search:
     problem: Problem
     max_nodes: int
     best: tuple[Assignment, Evaluation] | None = None
+    fastest: Evaluation | None = None
+    """Of all that were offered, whether they fit or not."""
     bound_s: float = 0.0
     variables: int = 0
     nodes: int = 0
@@ -49,6 +51,8 @@ class Search:
     def offer(self, assignment: Assignment) -> Evaluation:
         """Keeps an assignment if it is the best that fits."""
         evaluation = evaluate(self.problem, assignment)
+        if self.fastest is None or evaluation.seconds < self.fastest.seconds:
+            self.fastest = evaluation
         limit = self.problem.settings.memory_limit_bytes
         fits = evaluation.seconds < float("inf") and (limit is None or evaluation.peak_bytes <= limit)
         if fits and (self.best is None or evaluation.seconds < self.best[1].seconds):

@@ -23,6 +23,7 @@ from .fold import Folded, fold, restrict
 from .formulate import Formulation, Pair, all_kept
 from .network import FORBIDDEN, MICRO, Network, expand, least, reduce
 from .price import relax, settle
+from .problem import Problem
 from .search import GAP, Search
 
 FOLD_ROUNDS = 2
@@ -76,7 +77,7 @@ def climb(ascent: Ascent) -> float:
 def _folded(search: Search, reduced: Network, ascent: Ascent) -> bool:
     """A plan of a large network from the prices, and the program of what it leaves if that is small."""
     low = ascent.bound()
-    upper = search.offer(_mended(search, reduced, ascent.folded, dive(ascent))).seconds * MICRO
+    upper = search.offer(_mended(search.problem, reduced, ascent.folded, dive(ascent))).seconds * MICRO
     narrowed = narrow(ascent, upper - low + GAP * abs(low))
     pairs = _pairs(narrowed)
     if len(pairs) > MOST_PAIRS:
@@ -86,17 +87,25 @@ def _folded(search: Search, reduced: Network, ascent: Ascent) -> bool:
     if relaxed.status == "optimal" and form.unmet(relaxed.x) < 1e-7:
         search.variables = max(search.variables, form.program.columns)
         search.bound_s = max(search.bound_s, min(relaxed.bound, upper) / MICRO)
-        search.offer(_mended(search, reduced, narrowed, form.rounded(relaxed.x)))
+        search.offer(_mended(search.problem, reduced, narrowed, form.rounded(relaxed.x)))
     return relaxed.status == "optimal"
 
 
-def _mended(search: Search, reduced: Network, folded: Folded, chosen: list[int]) -> Assignment:
+def _mended(problem: Problem, reduced: Network, folded: Folded, chosen: list[int]) -> Assignment:
     """The plan in which all members of a group have the strategy chosen for it, improved vertex by vertex."""
     numbers = (int(strategies[s]) for strategies, s in zip(folded.strategies, chosen))
     each = {k: number for number, members in zip(numbers, folded.members) for k in members}
     full = expand(reduced, mend(reduced, each))
-    complete = tuple(full[k] for k in range(len(search.problem.vertices)))
-    return Assignment(complete, all_kept(search.problem, complete))
+    complete = tuple(full[k] for k in range(len(problem.vertices)))
+    return Assignment(complete, all_kept(problem, complete))
+
+
+def plan_from_prices(problem: Problem, network: Network) -> Assignment:
+    """A plan that is good for the costs of a network, without a program."""
+    reduced = reduce(network)
+    ascent = Ascent(fold(reduced, FOLD_ROUNDS))
+    climb(ascent)
+    return _mended(problem, reduced, ascent.folded, dive(ascent))
 
 
 def _pairs(folded: Folded) -> list[Pair]:

@@ -103,12 +103,22 @@ class GrowingProgram:
             np.array(solution.row_dual),
         )
 
-    def solve_integer(self, integer: np.ndarray, max_nodes: int, gap: float) -> Solution:
-        """The same program with some columns integer."""
+    def reduced_costs(self) -> np.ndarray:
+        """Of every column, at the last optimum."""
+        return np.array(self.solver.getSolution().col_dual)
+
+    def solve_integer(
+        self, integer: np.ndarray, max_nodes: int, gap: float, allowed: np.ndarray | None = None
+    ) -> Solution:
+        """The same program with some columns integer, and those zero that are not allowed."""
         whole = _single_threaded(max_nodes, gap)
         whole.passModel(self.solver.getLp())
         kinds = np.full(len(integer), int(highspy.HighsVarType.kInteger), np.uint8)
         whole.changeColsIntegrality(len(integer), integer.astype(np.int32), kinds)
+        if allowed is not None:
+            zero = np.flatnonzero(~allowed)
+            none = np.zeros(len(zero))
+            whole.changeColsBounds(len(zero), zero.astype(np.int32), none, none)
         whole.run()
         return _read(whole, self.columns)
 
