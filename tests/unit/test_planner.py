@@ -12,10 +12,15 @@ import numpy as np
 import pytest
 
 from shardwise.errors import MemoryLimitError
-from shardwise.plan import unlimited
+from shardwise.plan import limited, unlimited
+from shardwise.plan.ascent import Ascent
 from shardwise.plan.certificate import check
+from shardwise.plan.fold import fold
+from shardwise.plan.formulate import Formulation
+from shardwise.plan.network import MICRO, build_network, reduce
 from shardwise.plan.planner import optimise
-from shardwise.plan.price import Relaxed
+from shardwise.plan.price import Relaxed, relax
+from shardwise.plan.unlimited import narrow
 
 from .small_problems import all_plans, random_problem
 
@@ -116,6 +121,62 @@ def test_deterministic() -> None:
         )
         outputs.add(run.stdout)
     assert len(outputs) == 1
+
+
+def test_sweeps_never_lower_the_bound() -> None:
+    """Every sweep of the ascent keeps the prices feasible: the bound grows and never passes the optimum."""
+    for seed in range(12):
+        problem = random_problem(seed, (2, 2))
+        best = min(e.seconds for _, e in all_plans(problem)) * MICRO
+        network = reduce(build_network(problem))
+        for rounds in (None, 1, 2):
+            ascent = Ascent(fold(network, rounds))
+            before = ascent.bound()
+            for number in range(12):
+                ascent.sweep(backwards=number % 2 == 1)
+                now = ascent.bound()
+                assert before * (1 - 1e-9) - 1e-9 <= now <= best * (1 + 1e-9)
+                before = now
+
+
+def test_what_is_dropped_is_in_no_better_plan() -> None:
+    """The program that the prices leave has the optimum of the whole as long as that is within the margin."""
+    for seed in range(12):
+        problem = random_problem(seed, (2, 2))
+        network = reduce(build_network(problem))
+        whole = relax(Formulation(problem, network, fold(network, None), limited=False)).bound
+        ascent = Ascent(fold(network, None))
+        for _ in range(3):
+            ascent.sweep(backwards=False)
+            ascent.sweep(backwards=True)
+        plans = (e.seconds * MICRO for _, e in all_plans(problem))
+        best = min(plans)
+        left = narrow(ascent, best - ascent.bound() + 1e-6)
+        assert sum(map(len, left.cost)) <= sum(map(len, network.cost.values()))
+        relaxed = relax(Formulation(problem, network, left, limited=False))
+        assert whole * (1 - 1e-9) - 1e-9 <= relaxed.bound <= best * (1 + 1e-9)
+
+
+def test_a_price_for_bytes_finds_plans_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no program is solved: the plan fits, the bound holds, and most are near the best."""
+    monkeypatch.setattr(limited, "LARGE", 0)
+    ratios = []
+    for seed in range(30):
+        problem = random_problem(seed, (2, 2))
+        plans = all_plans(problem)
+        least = min(e.peak_bytes for _, e in plans)
+        peak = optimise(problem).evaluation.peak_bytes
+        limit = (least + peak) // 2
+        tight = replace(problem, settings=replace(problem.settings, memory_limit_bytes=limit))
+        fitting = min(e.seconds for _, e in plans if e.peak_bytes <= limit)
+        try:
+            outcome = optimise(tight)
+        except MemoryLimitError as error:
+            assert error.least_bytes > limit
+            continue
+        assert outcome.evaluation.peak_bytes <= limit and outcome.bound_s <= fitting * (1 + 1e-9)
+        ratios.append(outcome.evaluation.seconds / fitting)
+    assert len(ratios) >= 25 and sorted(ratios)[len(ratios) // 2] <= 1.1, sorted(ratios)
 
 
 def test_planning_prints_nothing() -> None:

@@ -36,7 +36,9 @@ def within_limit(search: Search, network: Network) -> bool:
     assert limit is not None
     if sum(hub.micros.size for hub in network.hubs.values()) > LARGE:
         priced_plans(search, network)
-        return search.best is not None
+        if search.best is None and search.smallest_bytes is not None:
+            raise too_little(problem, limit, search.smallest_bytes)
+        return True
     form = Formulation(problem, network, fold(network, None), limited=True)
     relaxed = _with_memory(form, limit)
     if relaxed is None:

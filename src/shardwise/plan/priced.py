@@ -11,13 +11,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from .evaluate import Assignment
+from ..ir.placement import Layout
+from .evaluate import Assignment, layout_of
 from .network import FORBIDDEN, MICRO, Hub, Network
 from .problem import Problem, intervals
 from .search import Search
 from .unlimited import plan_from_prices
 
-PRICES = 10
+PRICES = 8
 """Prices that are tried."""
 FIRST = 0.05
 """The first price makes the limit cost this part of the step."""
@@ -33,24 +34,31 @@ def priced_plans(search: Search, network: Network) -> None:
     price, low, high = FIRST * search.fastest.seconds * MICRO / limit, 0.0, np.inf
     for _ in range(PRICES):
         assignment = plan_from_prices(problem, _priced(problem, network, time, price))
-        peaks = [search.offer(plan).peak_bytes for plan in _with_copies(problem, assignment)]
-        if min(peaks) <= limit:
+        if _offer(search, problem, assignment, limit) <= limit:
             high = price
         else:
             low = price
         price = price * FACTOR if high == np.inf else (low + high) / 2
 
 
-def _with_copies(problem: Problem, assignment: Assignment) -> list[Assignment]:
-    """With all copies kept for backward, with none, and with those that are smaller than what they are copied from."""
-    own = {name: problem.vertices[maker] for name, maker in problem.made_by.items()}
-    small = set()
-    for name, layout in assignment.kept:
-        chosen = assignment.chosen[problem.made_by[name]]
-        source = own[name].give_layouts[chosen][own[name].gives.index(name)]
-        if source is not None and problem.local_bytes(name, layout) < problem.own_bytes(name, source):
-            small.add((name, layout))
-    return [assignment, replace(assignment, kept=frozenset()), replace(assignment, kept=frozenset(small))]
+def _offer(search: Search, problem: Problem, assignment: Assignment, limit: int) -> int:
+    """Offers an assignment with as many of its kept copies as fit, the dearest per byte first; returns the
+    smallest peak."""
+
+    def worth(copy: tuple[str, Layout]) -> float:
+        name, layout = copy
+        own = layout_of(problem, assignment.chosen, name)
+        return problem.transport_s(name, own, layout) / max(1, problem.local_bytes(name, layout))
+
+    copies = sorted(assignment.kept, key=lambda copy: (-worth(copy), copy[0], str(copy[1])))
+    least = search.offer(replace(assignment, kept=frozenset())).peak_bytes
+    fit, over = 0, len(copies) + 1
+    while over - fit > 1:
+        count = (fit + over) // 2 if over <= len(copies) else len(copies)
+        peak = search.offer(replace(assignment, kept=frozenset(copies[:count]))).peak_bytes
+        fit, over = (count, over) if peak <= limit else (fit, count)
+        least = min(least, peak)
+    return least
 
 
 def _priced(problem: Problem, network: Network, time: int, price: float) -> Network:

@@ -43,6 +43,8 @@ class Search:
     best: tuple[Assignment, Evaluation] | None = None
     fastest: Evaluation | None = None
     """Of all that were offered, whether they fit or not."""
+    smallest_bytes: int | None = None
+    """The least peak of all that were offered."""
     bound_s: float = 0.0
     variables: int = 0
     nodes: int = 0
@@ -53,6 +55,8 @@ class Search:
         evaluation = evaluate(self.problem, assignment)
         if self.fastest is None or evaluation.seconds < self.fastest.seconds:
             self.fastest = evaluation
+        if evaluation.seconds < float("inf"):
+            self.smallest_bytes = min(evaluation.peak_bytes, self.smallest_bytes or evaluation.peak_bytes)
         limit = self.problem.settings.memory_limit_bytes
         fits = evaluation.seconds < float("inf") and (limit is None or evaluation.peak_bytes <= limit)
         if fits and (self.best is None or evaluation.seconds < self.best[1].seconds):
