@@ -28,7 +28,7 @@ from .search import GAP, Search
 
 FOLD_ROUNDS = 2
 """Rounds of colouring of a large network."""
-LARGE = 700
+LARGE = 400
 """Vertices of a reduced network above which it is folded and its program is not solved."""
 MAX_SWEEPS = 64
 """Pairs of a forward and a backward sweep."""
