@@ -29,7 +29,7 @@ from .search import GAP, Search
 FOLD_ROUNDS = 2
 """Rounds of colouring of a large network."""
 LARGE = 400
-"""Vertices of a reduced network above which it is folded and its program is not solved."""
+"""Vertices of a reduced network above which it is folded and solved only near the optimum."""
 MAX_SWEEPS = 64
 """Pairs of a forward and a backward sweep."""
 STEP = 4
@@ -38,6 +38,8 @@ SLOW = 1.2e-4
 """Relative gain of a step that ends the ascent."""
 ATTEMPTS = 8
 """Times that more is kept of a small network."""
+MOST_EXACT = 20_000
+"""Pairs in the program of a network that is not folded."""
 MOST_PAIRS = 6_000
 """Pairs in the program of a folded network; it is slower than that of an unfolded one of its size."""
 
@@ -50,11 +52,14 @@ def unlimited(search: Search, network: Network) -> bool:
     ascent = Ascent(folded)
     within = climb(ascent)
     search.bound_s = max(search.bound_s, ascent.bound() / MICRO)
+    search.certificate = partial(certify, network, reduced, folded, *ascent.prices())
     if large:
-        search.certificate = partial(certify, network, reduced, folded, *ascent.prices())
-        return _folded(search, reduced, ascent)
+        return _near(search, reduced, ascent)
+    solved = _exact(search, reduced, ascent, within)
+    if solved is None:
+        return _near(search, reduced, ascent)
     search.certificate = partial(_prove, search, network, reduced, folded)
-    return _exact(search, reduced, ascent, within)
+    return solved
 
 
 def climb(ascent: Ascent) -> float:
@@ -74,7 +79,7 @@ def climb(ascent: Ascent) -> float:
     return within
 
 
-def _folded(search: Search, reduced: Network, ascent: Ascent) -> bool:
+def _near(search: Search, reduced: Network, ascent: Ascent) -> bool:
     """A plan of a large network from the prices, and the program of what it leaves if that is small."""
     low = ascent.bound()
     upper = search.offer(_mended(search.problem, reduced, ascent.folded, dive(ascent))).seconds * MICRO
@@ -143,14 +148,17 @@ def narrow(ascent: Ascent, within: float) -> Folded:
     return replace(narrowed, hubs=hubs)
 
 
-def _exact(search: Search, reduced: Network, ascent: Ascent, within: float) -> bool:
-    """Solves the program of a small network; False where the solver failed."""
+def _exact(search: Search, reduced: Network, ascent: Ascent, within: float) -> bool | None:
+    """Solves the program of a small network; False where the solver failed, None where too much would be left."""
     low = ascent.bound()
     upper = np.inf
     for _ in range(ATTEMPTS):
         within = min(within, upper - low) + GAP * abs(low) + 1e-6
         narrowed = narrow(ascent, within)
-        form = Formulation(search.problem, reduced, narrowed, limited=False, start=_pairs(narrowed))
+        pairs = _pairs(narrowed)
+        if len(pairs) > MOST_EXACT:
+            return None
+        form = Formulation(search.problem, reduced, narrowed, limited=False, start=pairs)
         relaxed = relax(form)
         if relaxed.status != "optimal":
             return False
