@@ -37,7 +37,10 @@ STEP = 4
 SLOW = 1.2e-4
 """Relative gain of a step that ends the ascent."""
 ATTEMPTS = 8
-"""Times that more is kept of a small network."""
+"""Times that more, or less, is kept of a small network."""
+GROW = 4.0
+SHRINK = 3.0
+"""By which the margin changes in between."""
 MOST_EXACT = 20_000
 """Pairs in the program of a network that is not folded."""
 MOST_PAIRS = 6_000
@@ -46,7 +49,7 @@ MOST_PAIRS = 6_000
 
 def unlimited(search: Search, network: Network) -> bool:
     """Solves without regard to memory; False where the solver failed."""
-    reduced = reduce(network)
+    problem, reduced = search.problem, reduce(network)
     large = len(reduced.cost) > LARGE
     folded = fold(reduced, FOLD_ROUNDS if large else None)
     ascent = Ascent(folded)
@@ -57,7 +60,8 @@ def unlimited(search: Search, network: Network) -> bool:
         return _near(search, reduced, ascent)
     solved = _exact(search, reduced, ascent, within)
     if solved is None:
-        return _near(search, reduced, ascent)
+        search.offer(_mended(problem, reduced, folded, dive(ascent)))
+        return True
     search.certificate = partial(_prove, search, network, reduced, folded)
     return solved
 
@@ -84,10 +88,9 @@ def _near(search: Search, reduced: Network, ascent: Ascent) -> bool:
     low = ascent.bound()
     upper = search.offer(_mended(search.problem, reduced, ascent.folded, dive(ascent))).seconds * MICRO
     narrowed = narrow(ascent, upper - low + GAP * abs(low))
-    pairs = _pairs(narrowed)
-    if len(pairs) > MOST_PAIRS:
+    if _count(narrowed) > MOST_PAIRS:
         return True
-    form = Formulation(search.problem, reduced, narrowed, limited=False, start=pairs)
+    form = Formulation(search.problem, reduced, narrowed, limited=False, start=_pairs(narrowed))
     relaxed = relax(form)
     if relaxed.status == "optimal" and form.unmet(relaxed.x) < 1e-7:
         search.variables = max(search.variables, form.program.columns)
@@ -111,6 +114,11 @@ def plan_from_prices(problem: Problem, network: Network) -> Assignment:
     ascent = Ascent(fold(reduced, FOLD_ROUNDS))
     climb(ascent)
     return _mended(problem, reduced, ascent.folded, dive(ascent))
+
+
+def _count(folded: Folded) -> int:
+    """The number of pairs that are not forbidden."""
+    return sum(int((hub.micros < FORBIDDEN).sum()) for hub in folded.hubs)
 
 
 def _pairs(folded: Folded) -> list[Pair]:
@@ -149,16 +157,20 @@ def narrow(ascent: Ascent, within: float) -> Folded:
 
 
 def _exact(search: Search, reduced: Network, ascent: Ascent, within: float) -> bool | None:
-    """Solves the program of a small network; False where the solver failed, None where too much would be left."""
+    """Solves the program of a small network; False where the solver failed, None where too much would be left to
+    know the optimum. Then a smaller margin still gives a plan, and a bound of that margin."""
     low = ascent.bound()
-    upper = np.inf
+    upper = most = np.inf
     for _ in range(ATTEMPTS):
         within = min(within, upper - low) + GAP * abs(low) + 1e-6
-        narrowed = narrow(ascent, within)
-        pairs = _pairs(narrowed)
-        if len(pairs) > MOST_EXACT:
+        if within >= most:
             return None
-        form = Formulation(search.problem, reduced, narrowed, limited=False, start=pairs)
+        narrowed = narrow(ascent, within)
+        if _count(narrowed) > MOST_EXACT:
+            most = within
+            within /= SHRINK
+            continue
+        form = Formulation(search.problem, reduced, narrowed, limited=False, start=_pairs(narrowed))
         relaxed = relax(form)
         if relaxed.status != "optimal":
             return False
@@ -166,15 +178,17 @@ def _exact(search: Search, reduced: Network, ascent: Ascent, within: float) -> b
         bound, found = low + within, np.inf
         if form.unmet(relaxed.x) < 1e-7:
             bound = min(bound, relaxed.bound)
-            found = search.offer(form.assignment(relaxed.x)).seconds * MICRO
-            if found > bound + GAP * abs(bound) and form.fractional(relaxed.x):
+            plan = _mended(search.problem, reduced, narrowed, form.rounded(relaxed.x))
+            found = search.offer(plan).seconds * MICRO
+            provable = most == np.inf and relaxed.bound <= low + within
+            if found > bound + GAP * abs(bound) and provable and form.fractional(relaxed.x):
                 bound, found = _branch(search, form, low + within)
         search.bound_s = max(search.bound_s, bound / MICRO)
         upper = min(upper, found)
         if upper - bound <= GAP * abs(upper):
             break
-        within = min(4.0 * within, upper - low) if np.isfinite(upper) else 4.0 * within
-    return True
+        within *= GROW
+    return True if most == np.inf else None
 
 
 def _branch(search: Search, form: Formulation, ceiling: float) -> tuple[float, float]:
