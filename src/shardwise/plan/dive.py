@@ -73,14 +73,17 @@ class _Local:
         for hub in self.makes[k]:
             read = {int(e.columns[self.chosen[e.consumer]]) for e in hub.edges if e.consumer != k}
             total += hub.micros[:, sorted(read)].sum(1)[hub.own]
+        earlier: dict[str, list[np.ndarray]] = {}
         for hub, edge in self.reads[k]:
             if hub.maker != k:
-                row = hub.micros[hub.own[self.chosen[hub.maker]]]
-                others = [int(e.columns[self.chosen[e.consumer]]) for e in hub.edges if e.consumer != k]
-                if others:
-                    row = row.copy()
-                    row[others] = 0.0
-                total += row[edge.columns]
+                row = hub.micros[hub.own[self.chosen[hub.maker]]].copy()
+                row[[int(e.columns[self.chosen[e.consumer]]) for e in hub.edges if e.consumer != k]] = 0.0
+                columns = edge.columns
+                paid = row[columns]
+                for other in earlier.setdefault(hub.name, []):
+                    paid[columns == other] = 0.0  # a vertex that reads a value twice in one layout pays once
+                earlier[hub.name].append(columns)
+                total += paid
         return total
 
 

@@ -36,7 +36,7 @@ STEP = 4
 """Pairs between two looks at the bound."""
 SLOW = 1.2e-4
 """Relative gain of a step that ends the ascent."""
-ATTEMPTS = 8
+ATTEMPTS = 16
 """Times that more, or less, is kept of a small network."""
 GROW = 4.0
 SHRINK = 3.0
@@ -187,7 +187,7 @@ def _exact(search: Search, reduced: Network, ascent: Ascent, within: float) -> b
         upper = min(upper, found)
         if upper - bound <= GAP * abs(upper):
             break
-        within *= GROW
+        within = max(GROW * within, 1.05 * (min(relaxed.bound, upper) - low))
     return True if most == np.inf else None
 
 
