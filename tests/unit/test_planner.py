@@ -8,12 +8,21 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from shardwise.errors import MemoryLimitError
-from shardwise.plan import planner
+from shardwise.plan import limited, unlimited
+from shardwise.plan.ascent import Ascent
 from shardwise.plan.certificate import check
+from shardwise.plan.dive import mend
+from shardwise.plan.evaluate import Assignment, evaluate
+from shardwise.plan.fold import fold
+from shardwise.plan.formulate import Formulation, all_kept
+from shardwise.plan.network import MICRO, build_network, expand, reduce
 from shardwise.plan.planner import optimise
+from shardwise.plan.price import Relaxed, relax
+from shardwise.plan.unlimited import narrow
 
 from .small_problems import all_plans, random_problem
 
@@ -80,16 +89,17 @@ def test_a_wrong_certificate_proves_less() -> None:
 
 
 def test_folded_bounds_are_lower_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folded program is a relaxation after any number of rounds."""
-    monkeypatch.setattr(planner, "LARGE", 0)
-    for rounds in (1, 2, 3):
-        monkeypatch.setattr(planner, "ROUNDS", (rounds, None))
+    """The prices of a folded network prove a bound for the whole, after any number of rounds of colouring."""
+    monkeypatch.setattr(unlimited, "LARGE", 0)
+    for rounds in (1, 2, 3, None):
+        monkeypatch.setattr(unlimited, "FOLD_ROUNDS", rounds)
         for seed in range(10):
             problem = random_problem(seed, (2,))
             best = min(e.seconds for _, e in all_plans(problem))
             outcome = optimise(problem)
             assert outcome.bound_s <= best * (1 + 1e-9) and outcome.evaluation.seconds >= best * (1 - 1e-9)
-            assert outcome.gap <= planner.LARGE_GAP
+            assert outcome.certificate is not None
+            assert check(problem, outcome.certificate()) == pytest.approx(outcome.bound_s, rel=1e-6)
 
 
 SCRIPT = """
@@ -115,11 +125,94 @@ def test_deterministic() -> None:
     assert len(outputs) == 1
 
 
+def test_sweeps_never_lower_the_bound() -> None:
+    """Every sweep of the ascent keeps the prices feasible: the bound grows and never passes the optimum."""
+    for seed in range(12):
+        problem = random_problem(seed, (2, 2))
+        best = min(e.seconds for _, e in all_plans(problem)) * MICRO
+        network = reduce(build_network(problem))
+        for rounds in (None, 1, 2):
+            ascent = Ascent(fold(network, rounds))
+            before = ascent.bound()
+            for number in range(12):
+                ascent.sweep(backwards=number % 2 == 1)
+                now = ascent.bound()
+                assert before * (1 - 1e-9) - 1e-9 <= now <= best * (1 + 1e-9)
+                before = now
+
+
+def test_what_is_dropped_is_in_no_better_plan() -> None:
+    """The program that the prices leave has the optimum of the whole as long as that is within the margin."""
+    for seed in range(12):
+        problem = random_problem(seed, (2, 2))
+        network = reduce(build_network(problem))
+        whole = relax(Formulation(problem, network, fold(network, None), limited=False)).bound
+        ascent = Ascent(fold(network, None))
+        for _ in range(3):
+            ascent.sweep(backwards=False)
+            ascent.sweep(backwards=True)
+        plans = (e.seconds * MICRO for _, e in all_plans(problem))
+        best = min(plans)
+        left = narrow(ascent, best - ascent.bound() + 1e-6)
+        assert sum(map(len, left.cost)) <= sum(map(len, network.cost.values()))
+        relaxed = relax(Formulation(problem, network, left, limited=False))
+        assert whole * (1 - 1e-9) - 1e-9 <= relaxed.bound <= best * (1 + 1e-9)
+
+
+def test_a_price_for_bytes_finds_plans_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no program is solved: the plan fits, the bound holds, and most are near the best."""
+    monkeypatch.setattr(limited, "LARGE", 0)
+    ratios = []
+    for seed in range(30):
+        problem = random_problem(seed, (2, 2))
+        plans = all_plans(problem)
+        least = min(e.peak_bytes for _, e in plans)
+        peak = optimise(problem).evaluation.peak_bytes
+        limit = (least + peak) // 2
+        tight = replace(problem, settings=replace(problem.settings, memory_limit_bytes=limit))
+        fitting = min(e.seconds for _, e in plans if e.peak_bytes <= limit)
+        try:
+            outcome = optimise(tight)
+        except MemoryLimitError as error:
+            assert error.least_bytes > limit
+            continue
+        assert outcome.evaluation.peak_bytes <= limit and outcome.bound_s <= fitting * (1 + 1e-9)
+        ratios.append(outcome.evaluation.seconds / fitting)
+    assert len(ratios) >= 25 and sorted(ratios)[len(ratios) // 2] <= 1.1, sorted(ratios)
+
+
+def test_planning_prints_nothing() -> None:
+    """Neither to stdout nor to stderr, from the first import on."""
+    script = """
+from tests.unit.small_problems import random_problem
+from shardwise.plan.planner import optimise
+assert optimise(random_problem(5, (2, 2))).status == "optimal"
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout == "" and run.stderr == ""
+
+
 def test_solver_failure_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A solver that finds nothing costs quality, never a crash."""
-    monkeypatch.setattr(planner, "relax", lambda form: planner.Relaxed("unknown", None, None, 0.0))
+    monkeypatch.setattr(unlimited, "relax", lambda form: Relaxed("unknown", np.zeros(0), np.zeros(0), 0.0))
     problem = random_problem(3, (2,))
     outcome = optimise(problem)
     assert outcome.status == "fallback"
     assert outcome.evaluation.seconds < float("inf")
     assert outcome.bound_s <= outcome.evaluation.seconds
+
+
+def test_mending_never_makes_a_plan_slower() -> None:
+    """Vertices that read a value twice, and shared hubs, included."""
+    for seed in range(40):
+        problem = random_problem(seed, (2,))
+        network = reduce(build_network(problem))
+        rng = random.Random(seed)
+        chosen = {k: rng.randrange(len(cost)) for k, cost in network.cost.items()}
+        seconds = []
+        for choice in (chosen, mend(network, chosen)):
+            full = expand(network, choice)
+            complete = tuple(full[k] for k in range(len(problem.vertices)))
+            seconds.append(evaluate(problem, Assignment(complete, all_kept(problem, complete))).seconds)
+        assert seconds[1] <= seconds[0] * (1 + 1e-9)

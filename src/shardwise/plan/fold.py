@@ -10,7 +10,7 @@ it is the program itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,6 +48,10 @@ class FoldedHub:
     own: np.ndarray
     micros: np.ndarray
     slots: tuple[Slot, ...]
+    rows: np.ndarray
+    """Numbers that the own layouts have in the network's hub."""
+    columns: np.ndarray
+    """Numbers that the columns have there."""
 
     @property
     def single(self) -> bool:
@@ -65,6 +69,8 @@ class Folded:
     slot_of: dict[tuple[str, int, int], tuple[int, int]]
     """(hub, consumer, position) -> (folded hub, slot) of the edge."""
     group: dict[int, int]
+    strategies: list[np.ndarray]
+    """Per group, the numbers that its strategies have in the network."""
 
 
 def colours(network: Network, rounds: int | None) -> tuple[dict[int, int], dict[int, int]]:
@@ -142,5 +148,33 @@ def fold(network: Network, rounds: int | None) -> Folded:
             Slot(phase, total // len(same), tuple(p.values())) for phase, total, p in zip(phases, slots_count, parts)
         )
         first = same[0]
-        hubs.append(FoldedHub(first.name, maker, len(same), first.own, first.micros, slots))
-    return Folded(members, [network.cost[m[0]] for m in members], hubs, slot_of, group)
+        numbers = (np.arange(n) for n in first.micros.shape)
+        hubs.append(FoldedHub(first.name, maker, len(same), first.own, first.micros, slots, *numbers))
+    cost = [network.cost[m[0]] for m in members]
+    return Folded(members, cost, hubs, slot_of, group, [np.arange(len(c)) for c in cost])
+
+
+def restrict(folded: Folded, keep: list[np.ndarray]) -> Folded:
+    """The same with some strategies per group only, and the layouts that they use."""
+    hubs, needs = [], {}
+    for hub in folded.hubs:
+        rows, own = np.unique(hub.own[keep[hub.group]], return_inverse=True)
+        for slot in hub.slots:
+            for part in slot.parts:
+                if part.target not in needs:
+                    needs[part.target] = np.unique(part.edge.need[keep[part.target[0]]], return_inverse=True)
+        used = [part.edge.at[needs[part.target][0]] for slot in hub.slots for part in slot.parts]
+        columns = np.unique(np.concatenate(used))
+        slots = []
+        for slot in hub.slots:
+            parts = []
+            for part in slot.parts:
+                local, need = needs[part.target]
+                at = np.searchsorted(columns, part.edge.at[local])
+                parts.append(replace(part, edge=replace(part.edge, need=need, at=at)))
+            slots.append(replace(slot, parts=tuple(parts)))
+        table = hub.micros[np.ix_(rows, columns)]
+        numbers = {"rows": hub.rows[rows], "columns": hub.columns[columns]}
+        hubs.append(replace(hub, own=own, micros=table, slots=tuple(slots), **numbers))
+    cost = [c[k] for c, k in zip(folded.cost, keep)]
+    return replace(folded, cost=cost, hubs=hubs, strategies=[s[k] for s, k in zip(folded.strategies, keep)])

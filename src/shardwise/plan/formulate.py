@@ -17,6 +17,7 @@ Constraints
 - flows end where it is read                         sum flow - count x >= 0                          (`_rows`)
 - a flow needs a move, or in backward a kept copy    count move + kept - sum flow >= 0                (`_pair`)
 - only what was moved in forward can be kept         move - kept >= 0                                 (`_limited_pair`)
+- and only what is read there                        sum flow - kept >= 0                             (`_limited_pair`)
 - what backward reads from the own layout is saved   saved - move >= 0, tail - saved >= 0             (`_outlives`)
 - memory at a time                                   bytes <= limit or peak                           (`memory_row`)
 
@@ -84,7 +85,15 @@ class Formulation:
     """The program of a folded network. `limited`: with all that memory rows need, for one group per vertex only.
     `peak`: the peak of memory is minimized, not the time."""
 
-    def __init__(self, problem: Problem, network: Network, folded: Folded, limited: bool, peak: bool = False):
+    def __init__(
+        self,
+        problem: Problem,
+        network: Network,
+        folded: Folded,
+        limited: bool,
+        peak: bool = False,
+        start: list[Pair] | None = None,
+    ):
         self.problem, self.network, self.folded, self.limited = problem, network, folded, limited
         self.program = GrowingProgram()
         self.weight = 0.0 if peak else 1.0
@@ -109,7 +118,9 @@ class Formulation:
             self.peak = self.program.add_columns(np.array([PEAK_PRICE]), none, none, np.zeros(0))
         if limited:
             self._outlives()
-        self.add([(h, *pair) for h, hub in enumerate(folded.hubs) for pair in _cheapest(hub.micros)])
+        if start is None:
+            start = [(h, *pair) for h, hub in enumerate(folded.hubs) for pair in _cheapest(hub.micros)]
+        self.add(start)
 
     def _rows(self) -> None:
         """Rows of groups, of the ends of flows, and the columns that say that a need is not met."""
@@ -251,12 +262,17 @@ class Formulation:
             batch.kept.append((kept, (h, o, q)))
             batch.hold(kept, life.copy_bytes[q], life.when.kept)
             batch.hold(kept, life.copy_bytes[q], life.when.backward)
+        read = None if kept is None else batch.row()
         for t, slot in using:
             row = batch.row()
             batch.entries.append((moves[slot.phase], row, 1.0))
             if kept is not None and slot.phase:
                 batch.entries.append((kept, row, 1.0))
-            self._flow(batch, h, t, slot, o, q, 0.0, row)
+            flows = self._flow(batch, h, t, slot, o, q, 0.0, row)
+            if read is not None and not slot.phase:
+                batch.entries += [(flow, read, 1.0) for flow in flows]
+        if kept is not None and read is not None:
+            batch.entries.append((kept, read, -1.0))
 
     def memory_row(self, time: int) -> None:
         """Bytes alive at a time stay within the limit, or the peak."""
@@ -311,12 +327,15 @@ class Formulation:
         values = x[self.integer_columns()]
         return bool((np.abs(values - np.round(values)) > 1e-6).any())
 
+    def rounded(self, x: np.ndarray) -> list[int]:
+        """The largest strategy of every group."""
+        return [int(np.argmax(x[first:last])) for first, last in zip(self.x, self.x[1:])]
+
     def assignment(self, x: np.ndarray) -> Assignment:
         """The choice that a solution stands for."""
         chosen = {}
-        for group, members in enumerate(self.folded.members):
-            best = int(np.argmax(x[self.x[group] : self.x[group + 1]]))
-            chosen.update(dict.fromkeys(members, best))
+        for strategies, best, members in zip(self.folded.strategies, self.rounded(x), self.folded.members):
+            chosen.update(dict.fromkeys(members, int(strategies[best])))
         full = expand(self.network, chosen)
         complete = tuple(full[k] for k in range(len(self.problem.vertices)))
         if not self.limited:

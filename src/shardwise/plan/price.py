@@ -42,6 +42,18 @@ def relax(form: Formulation) -> Relaxed:
     return Relaxed("unknown", optimum.x, optimum.duals, -np.inf)
 
 
+def settle(form: Formulation) -> Relaxed | None:
+    """The relaxation with all needs met; None where the solver failed or there is none."""
+    for _ in range(6):
+        relaxed = relax(form)
+        if relaxed.status != "optimal":
+            return None
+        if form.unmet(relaxed.x) < 1e-7:
+            return relaxed
+        form.raise_price()
+    return None
+
+
 def paying(form: Formulation, duals: np.ndarray, least: float, every: bool = False) -> list[Pair]:
     """Pairs that are not in the program and whose worth exceeds their cost by more than `least`: of every own layout
     and of every column the best one, or all."""

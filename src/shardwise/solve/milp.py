@@ -103,19 +103,29 @@ class GrowingProgram:
             np.array(solution.row_dual),
         )
 
-    def solve_integer(self, integer: np.ndarray, max_nodes: int, gap: float) -> Solution:
-        """The same program with some columns integer."""
+    def reduced_costs(self) -> np.ndarray:
+        """Of every column, at the last optimum."""
+        return np.array(self.solver.getSolution().col_dual)
+
+    def solve_integer(
+        self, integer: np.ndarray, max_nodes: int, gap: float, allowed: np.ndarray | None = None
+    ) -> Solution:
+        """The same program with some columns integer, and those zero that are not allowed."""
         whole = _single_threaded(max_nodes, gap)
         whole.passModel(self.solver.getLp())
         kinds = np.full(len(integer), int(highspy.HighsVarType.kInteger), np.uint8)
         whole.changeColsIntegrality(len(integer), integer.astype(np.int32), kinds)
+        if allowed is not None:
+            zero = np.flatnonzero(~allowed)
+            none = np.zeros(len(zero))
+            whole.changeColsBounds(len(zero), zero.astype(np.int32), none, none)
         whole.run()
         return _read(whole, self.columns)
 
 
-def _single_threaded(max_nodes: int = 20_000, gap: float = 0.0) -> highspy.Highs:
+def _single_threaded(max_nodes: int = 20_000, gap: float = 0.0) -> highspy._Highs:
     """A silent solver that does the same on every run."""
-    solver = highspy.Highs()
+    solver = highspy._Highs()  # Highs() registers callbacks, and that prints a banner before it can be silenced
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("random_seed", 0)
@@ -125,7 +135,7 @@ def _single_threaded(max_nodes: int = 20_000, gap: float = 0.0) -> highspy.Highs
     return solver
 
 
-def _read(solver: highspy.Highs, columns: int) -> Solution:
+def _read(solver: highspy._Highs, columns: int) -> Solution:
     """What a solver that has run knows."""
     status = solver.getModelStatus()
     info = solver.getInfo()
