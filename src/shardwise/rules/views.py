@@ -91,7 +91,21 @@ def view_atoms(shape: tuple[int, ...], view: ViewOf) -> list[Atom] | None:
             taken.setdefault(source, []).append((unit, length))
             atoms += _atom(shape, strides, view, source, unit, length, dim, size, inner)
             inner *= length
-    return atoms
+    starts = [view.offset // strides[d] % shape[d] for d in range(len(shape))]
+    return [a for a in atoms if _alone(a, taken[a[0].dim], starts[a[0].dim])]
+
+
+def _alone(atom: Atom, runs: list[tuple[int, int]], start: int) -> bool:
+    """Whether no other run of the same operand dim changes the index along this factor: those outside of it step over
+    it whole, those inside stay within one of its units."""
+    source, _, length = atom
+    within = start % source.unit
+    for unit, count in runs:
+        if unit < source.unit:
+            within += unit * (count - 1)
+        elif unit > source.unit and unit % (source.unit * length):
+            return False
+    return within < source.unit
 
 
 def _runs(shape: tuple[int, ...], strides: list[int], size: int, stride: int) -> list[tuple[int, int, int]] | None:
@@ -103,8 +117,8 @@ def _runs(shape: tuple[int, ...], strides: list[int], size: int, stride: int) ->
             return None
         unit = stride // strides[source]
         room = shape[source] // unit
-        if shape[source] % unit and size > room:
-            return None
+        if unit >= shape[source] or (shape[source] % unit and size > room):
+            return None  # it steps past the operand's end, or over a rest of the dim
         if size <= room:
             runs.append((source, unit, size))
             return runs
