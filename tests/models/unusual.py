@@ -1,4 +1,4 @@
-"""Models that lean on parts of PyTorch that few use: operators that write, one layer twice, complex numbers, regions."""
+"""Models that lean on rare parts of PyTorch: operators that write, one layer twice, complex numbers, nested regions."""
 
 from __future__ import annotations
 

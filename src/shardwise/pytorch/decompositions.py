@@ -298,7 +298,9 @@ def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
 # Negative log likelihood. Classes lie in dim 1 of [N, C, ...], in dim 0 of [C].
 
 
-def _label_weights(target: Tensor, weight: Tensor | None, ignored: Tensor, safe: Tensor, dtype: torch.dtype) -> Tensor:
+def _label_weights(
+    target: Tensor, weight: Tensor | None, ignored: Tensor, safe: Tensor, dtype: torch.dtype
+) -> Tensor:
     """The weight of every label, zero where it is ignored."""
     if weight is None:
         return ignored.logical_not().to(dtype)

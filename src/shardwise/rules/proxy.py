@@ -106,7 +106,9 @@ def stand_ins(call: Call, runner: OpRunner) -> Iterator[Call]:
     size_paths = set(runner.size_leaves(call))
     seen: set[str] = set()
     for own_dtype in (False, True):
-        new: dict[Path, Arg] = {p: leaf if own_dtype else _in_class(leaf) for p, leaf in leaves(call.args, call.kwargs)}
+        new: dict[Path, Arg] = {
+            p: leaf if own_dtype else _in_class(leaf) for p, leaf in leaves(call.args, call.kwargs)
+        }
         metas = tuple(TensorMeta(m.shape, m.dtype if own_dtype else dtype_class(m.dtype)) for m in call.operands)
         for keep in (False, True):
             table = _size_map(call, runner)
