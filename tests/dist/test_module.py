@@ -9,6 +9,9 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -284,9 +287,34 @@ def refusals(rank, world):
     close(ours(*batch()).detach(), plain(*batch()).detach())
 
 
+def wrappers(rank, world):
+    """Every other parallelism refuses, or is refused, before it changes anything; the module works on."""
+    plain, ours = pair(world, Net, every=True)
+    before = {n: (p.placements, p.to_local().data_ptr()) for n, p in ours.named_parameters()}
+    for wrap in (
+        fully_shard,
+        replicate,
+        lambda m: fully_shard(m.up),
+        FullyShardedDataParallel,
+        DistributedDataParallel,
+    ):
+        with pytest.raises(UnsupportedError, match=r"parallelized module"):
+            wrap(ours)
+    after = {n: (p.placements, p.to_local().data_ptr()) for n, p in ours.named_parameters()}
+    assert after == before and type(ours) is not Net and isinstance(ours, Net)
+    for module in (plain, ours, copy.deepcopy(ours)):
+        module(*batch()).backward()
+    same(ours, plain)
+    mesh = init_device_mesh("cpu", (world,))
+    with pytest.raises(InputError, match="DTensor already"):
+        parallel(fully_shard(make(Net), mesh=mesh), world, batch())
+    with pytest.raises(InputError, match=r"\.module"):
+        parallel(FullyShardedDataParallel(make(Net), device_id=torch.device("cpu")), world, batch())
+
+
 CHECKS = [
     names, trains, own_clip, graphs, input_gradients, large_outputs, modes, frozen_later, hooks, copies, saved, dtypes,
-    refusals,
+    refusals, wrappers,
 ]  # fmt: skip
 
 

@@ -38,6 +38,9 @@ from torch._ops import OpOverload  # the type of an operator in a captured graph
 # Fake tensors: shapes without memory. torch.export uses them under the same names.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, mb_unwrap_functional_tensor
+
+# Where torch's composable parallelism (fully_shard, replicate) keeps its state in a module: it looks there first.
+from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -47,6 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
+    "COMPOSABLE_STATE",
     "AliasView",
     "AsStridedView",
     "BufferAOTInput",

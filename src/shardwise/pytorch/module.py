@@ -194,6 +194,14 @@ class ParallelModule(nn.Module):
             )
         return super()._apply(fn, recurse)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_is_fsdp_managed_module":  # what FullyShardedDataParallel does to a module first
+            raise UnsupportedError(
+                "a parallelized module needs no FullyShardedDataParallel: its parameters are spread over the ranks "
+                "where its plan says so; memory_limit= makes it spread more. Call it directly"
+            )
+        super().__setattr__(name, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A parallel module of its own, on the same ranks. Nothing is communicated."""
         found = object.__new__(type(self))

@@ -161,7 +161,7 @@ class RuleBook:
             if rule.found_on == UNREPEATABLE:
                 raise CaptureError(
                     f"{node.op} (at {node.source or 'an unknown line'}) makes other results of the same operands every "
-                    "time, so the ranks would train on different numbers. If it draws random numbers, draw outside of "
-                    "it, with torch.rand_like or dropout, and hand the numbers in"
+                    "time, so the ranks would train on different numbers. If it draws random numbers, draw with the "
+                    "framework's own operators (docs/random.md), and hand the numbers in"
                 )
         return found
