@@ -7,6 +7,7 @@ that its start and length are multiples of. No operator is named: whatever retur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from math import gcd, prod
 
@@ -200,22 +201,25 @@ def _with_ints(
         wanted.append((*view.shape[: target.dim], size, *view.shape[target.dim + 1 :]))
     for count in range(min(len(sizes), 6) + 1):
         for ints in combinations(sizes, count):
-            if _local_fits(local, runner, ints, sizes, length, less, wanted, source, targets):
-                empty = _accepts_empty(call, runner, base, source, {p: 0 for p in ints})
+            if _local_fits(local, runner, ints, sizes, length, less, wanted, source, targets, before):
+                empty = _accepts_empty(call, runner, base, source, {p: 0 for p in ints}, len(before))
                 return [Factor(tuple(operands), targets, ints, empty=empty)]
     return []
 
 
-def _accepts_empty(call: Call, runner: OpRunner, base: int, source: DimRef | None, ints: dict[Path, Arg]) -> bool:
-    """Whether the view of nothing has a shape: a size left to be inferred has none."""
+def _accepts_empty(
+    call: Call, runner: OpRunner, base: int, source: DimRef | None, ints: dict[Path, Arg], count: int
+) -> bool:
+    """Whether the views of nothing have a shape, and are as many: a size left to be inferred has none."""
     shapes = [list(m.shape) for m in call.operands]
     if source is not None:
         shapes[base][source.dim] = 0
     local = call.with_operands(tuple(TensorMeta(tuple(s), m.dtype) for s, m in zip(shapes, call.operands)))
     try:
-        return runner.views(local.with_leaves(ints)) is not None
+        views = runner.views(local.with_leaves(ints))
     except OperatorError:
         return False
+    return views is not None and len(views) == count
 
 
 def _local_fits(
@@ -228,6 +232,7 @@ def _local_fits(
     wanted: list[tuple[int, ...]],
     source: DimRef | None,
     targets: tuple[DimRef, ...],
+    before: Sequence[ViewOf],
 ) -> bool:
     changed = local.with_leaves({p: sizes[p] // length * less for p in ints})
     try:
@@ -238,10 +243,56 @@ def _local_fits(
         return False
     if source is None:
         return True
+    own = changed.operands[before[0].operand].shape
+    whole = (*own[: source.dim], own[source.dim] // less * length, *own[source.dim + 1 :])
+    for old, new, target in zip(before, views, targets):
+        if not _reads_its_piece(whole, old, own, new, source, target, length):
+            return False
     for view, target in zip(views, targets):
         atoms = view_atoms(changed.operands[view.operand].shape, view)
         if less > 1 and not any((s, t) == (source, target) for s, t, _ in atoms or []):
             return _refined(atoms or [], source, target, less)
+    return True
+
+
+def _reads_its_piece(
+    shape: tuple[int, ...],
+    old: ViewOf,
+    own: tuple[int, ...],
+    new: ViewOf,
+    source: DimRef,
+    target: DimRef,
+    length: int,
+) -> bool:
+    """Whether the view `new` of all but the last index of a factor reads what `old` reads of the whole there.
+
+    Both are affine in the result's index, so its corners and the first steps along its dims tell.
+    """
+    if 0 in new.shape:
+        return True
+    corner = tuple(n - 1 for n in new.shape)
+    points = {(0,) * len(new.shape), corner}
+    for dim, n in enumerate(new.shape):
+        points |= {tuple(k if d == dim else 0 for d in range(len(new.shape))) for k in (min(1, n - 1), n - 1)}
+    less = length - 1
+    for point in points:
+        outer, rest = divmod(point[target.dim], target.unit * less)
+        there = (*point[: target.dim], outer * target.unit * length + rest, *point[target.dim + 1 :])
+        place = old.offset + sum(k * s for k, s in zip(there, old.stride))
+        index = []
+        for n in reversed(shape):
+            place, k = divmod(place, n)
+            index.append(k)
+        index.reverse()
+        outer, rest = divmod(index[source.dim], source.unit * length)
+        if place or rest >= source.unit * less:
+            return False
+        index[source.dim] = outer * source.unit * less + rest
+        expected = 0
+        for k, n in zip(index, own):
+            expected = expected * n + k
+        if expected != new.offset + sum(k * s for k, s in zip(point, new.stride)):
+            return False
     return True
 
 
