@@ -58,7 +58,9 @@ def train(cache: Path, limit: int) -> tuple[list[float], list[str], bool]:
     return losses, texts, cached
 
 
-@pytest.mark.parametrize("limit", [0, 700], ids=["nothing fits", "a part fits"])
+@pytest.mark.parametrize(
+    "limit", [pytest.param(0, id="nothing fits", marks=pytest.mark.full), pytest.param(300, id="a part fits")]
+)
 def test_a_full_disk_does_not_stop_training(tmp_path, limit):
     cache = tmp_path / "cache"
     losses, texts, _ = train(cache, limit)

@@ -95,7 +95,13 @@ def test_regions_are_made_again_from_their_inputs():
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module).to("meta")
+    """A copy on meta with the ties of the original, which `to` would not keep."""
+    memo = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        meta = torch.empty_like(tensor, device="meta")
+        trained = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if trained else meta
+    return copy.deepcopy(module, memo)
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt_tied", "convnet", "encoder", "frozen", "shared_module", "writing_op"])
