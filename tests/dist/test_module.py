@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._dynamo_utils import _annotate_modules_for_dynamo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -295,7 +296,7 @@ def wrappers(rank, world):
         fully_shard,
         replicate,
         lambda m: fully_shard(m.up),
-        FullyShardedDataParallel,
+        lambda m: _annotate_modules_for_dynamo(m, set(), True),  # FullyShardedDataParallel, which wants an accelerator
         DistributedDataParallel,
     ):
         with pytest.raises(UnsupportedError, match=r"parallelized module"):
@@ -308,8 +309,6 @@ def wrappers(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     with pytest.raises(InputError, match="DTensor already"):
         parallel(fully_shard(make(Net), mesh=mesh), world, batch())
-    with pytest.raises(InputError, match=r"\.module"):
-        parallel(FullyShardedDataParallel(make(Net), device_id=torch.device("cpu")), world, batch())
 
 
 CHECKS = [

@@ -40,6 +40,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch._subclasses.functional_tensor import FunctionalTensor, mb_unwrap_functional_tensor
 
 # Where torch's composable parallelism (fully_shard, replicate) keeps its state in a module: it looks there first.
+from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSABLE_REGISTRY
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -50,6 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
+    "COMPOSABLE_REGISTRY",
     "COMPOSABLE_STATE",
     "AliasView",
     "AsStridedView",
