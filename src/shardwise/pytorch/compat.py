@@ -45,6 +45,7 @@ from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # A dictionary whose keys are objects by identity, held weakly: tensors compare by element, so WeakKeyDictionary fails.
@@ -110,7 +111,7 @@ def schema_of(op: OpOverload) -> str:
 
 def fake_mode_of(values: Any) -> Any:
     """The mode of the fake tensors among values: operators on them need it, and a traced graph does not keep it."""
-    leaves = torch.utils._pytree.tree_leaves(values)
+    leaves = pytree.tree_leaves(values)
     return next((v.fake_mode for v in leaves if isinstance(v, FakeTensor)), contextlib.nullcontext())
 
 

@@ -76,7 +76,7 @@ def _define(op: OpOverload) -> OpOverload:
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
-    op = node.args[0]
+    op: Any = node.args[0]
     refuse = _refusal(op, node)
     kwargs = dict(node.kwargs)
     bases: list[Any] = list(kwargs.pop("_all_bases", ()))  # type: ignore[arg-type]
