@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .cluster import Cluster
+from .cpu.malloc import keep_freed_memory
 from .errors import same_error
 from .ir.graph import Graph, Input, Node, Output
 from .ir.passes import recompute, without_sources
@@ -219,6 +220,8 @@ def distribute(
     mesh = mesh if hasattr(mesh, "get_group") else make_mesh(shape, device)
     runtime = Runtime(type(module), mesh, shape, device, batch)
     runtime.origin = planned.origin
+    if runtime.device.type == "cpu":
+        keep_freed_memory()
     runtime.build = builder(request)
     runtime.layouts = {p: x for k, p, x in planned.plan.inputs if k in ("parameter", "buffer")}
     local = together("making its local program", lambda: localise(planned, request.cluster, runtime))

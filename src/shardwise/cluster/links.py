@@ -60,12 +60,14 @@ class AxisLink:
     """What each group of one mesh axis communicates over, while all groups of that axis do.
 
     `alpha_s` per message, `bytes_per_s` per rank and direction, `fits` as in `Level` (for groups of `size`).
+    `shared_buffers`: what is sent is not waited for, so small all-reduces share a buffer and its latency.
     """
 
     size: int
     alpha_s: float
     bytes_per_s: float
     fits: Fits | None = field(default=None, hash=False)
+    shared_buffers: bool = False
 
 
 def world_size(levels: tuple[Level, ...]) -> int:

@@ -20,6 +20,11 @@ from __future__ import annotations
 
 from ..cluster.links import COLLECTIVES, AxisLink
 
+SHARED_BYTES = 4 << 20
+"""All-reduces up to this size share a buffer, where nothing waits for them before backward has ended."""
+BUFFER_BYTES = 4 << 20
+"""A shared buffer is sent when it holds this much. Larger ones start later and hide less."""
+
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 assert set(_PASSES) == set(COLLECTIVES)
 
@@ -40,12 +45,16 @@ def messages(kind: str, size: int) -> int:
 def collective_s(kind: str, nbytes: float, link: AxisLink) -> float:
     """Seconds of a collective over a tensor of `nbytes` in every group of an axis at once.
 
-    A measured fit of the kind is used where the link has one: alpha + beta x bytes on the wire per rank.
+    A measured fit of the kind is used where the link has one: alpha + beta x bytes on the wire per rank. Of the
+    latency of a shared buffer a small all-reduce pays the part that it fills.
     """
     if link.size <= 1:
         return 0.0
     wire_bytes = bytes_on_wire(kind, nbytes, link.size)
     if link.fits and kind in link.fits:
-        alpha_s, beta_s_per_byte = link.fits[kind]
-        return alpha_s + beta_s_per_byte * wire_bytes
-    return messages(kind, link.size) * link.alpha_s + wire_bytes / link.bytes_per_s
+        latency_s, beta_s_per_byte = link.fits[kind]
+    else:
+        latency_s, beta_s_per_byte = messages(kind, link.size) * link.alpha_s, 1.0 / link.bytes_per_s
+    if link.shared_buffers and kind == "all_reduce" and nbytes <= SHARED_BYTES:
+        latency_s *= nbytes / BUFFER_BYTES
+    return latency_s + beta_s_per_byte * wire_bytes

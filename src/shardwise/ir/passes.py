@@ -129,3 +129,25 @@ def fix_aliases(graph: Graph) -> Graph:
     known |= names
     nodes = [replace(n, results=tuple(None if v is None else fixed(v) for v in n.results)) for n in graph.nodes]
     return replace(graph, inputs=tuple(inputs), nodes=tuple(nodes))
+
+
+def leaving_views(graph: Graph) -> set[int]:
+    """Indices of the views of backward that only lead to outputs."""
+    read: set[str] = set()
+    found: set[int] = set()
+    for k in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[k]
+        names = {v.name for v in node.results if v is not None}
+        if node.phase == BACKWARD and is_view(node) and not names & read:
+            found.add(k)
+        else:
+            read.update(node.operands)
+    return found
+
+
+def leaving(graph: Graph) -> frozenset[str]:
+    """The values of backward that nothing reads but outputs, and views that lead to them."""
+    views = leaving_views(graph)
+    read = {name for k, n in enumerate(graph.nodes) if k not in views for name in n.operands}
+    made = {v.name for n in graph.nodes if n.phase == BACKWARD for v in n.results if v is not None}
+    return frozenset(made - read)

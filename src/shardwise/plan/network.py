@@ -142,7 +142,7 @@ def _hub(problem: Problem, name: str, maker: int, once: _Once) -> Hub:
     columns = [once(_column, problem.vertices[v].need_layouts, position) for v, position in users]
     targets, places = once(_union, *columns)
 
-    micros = once(_table, problem.resharding, value.shape, ITEM_BYTES.get(value.dtype, 8), sources, targets)
+    micros = once(_table, problem.resharding_of(name), value.shape, ITEM_BYTES.get(value.dtype, 8), sources, targets)
     edges = tuple(
         Edge(v, position, problem.vertices[v].phase, column[0], at)
         for (v, position), column, at in zip(users, columns, places)

@@ -229,7 +229,7 @@ def _transfers(problem: Problem, outcome: Outcome) -> Iterator[Transfer]:
             for target in sorted(needed_layouts(problem, chosen, name, phase), key=format_layout):
                 if target == own or (phase == 1 and (name, target) in outcome.assignment.kept):
                     continue
-                moves = problem.resharding.path(value.shape, item, own, target)
+                moves = problem.resharding_of(name).path(value.shape, item, own, target)
                 yield Transfer(
                     name,
                     ("forward", "backward")[phase],

@@ -23,6 +23,7 @@ from ..cost.compute import roofline_s
 from ..errors import ConstraintError
 from ..ir.graph import BACKWARD, FORWARD, ITEM_BYTES, Graph, Node, Value
 from ..ir.liveness import storage_of
+from ..ir.passes import leaving
 from ..ir.placement import Layout, Partial, R, Shard, format_layout, is_valid, max_local_elements
 from ..ir.runner import call_of
 from ..rules.rule import Rule
@@ -90,6 +91,15 @@ class Problem:
     """Views: no bytes in their own layout."""
     flops: dict[str, float] = field(default_factory=dict)
     """Node -> floating-point operations of the whole."""
+    leaving: frozenset[str] = frozenset()
+    """Values of backward that only outputs read."""
+
+    def __post_init__(self) -> None:
+        self._late = self.resharding.leaving()
+
+    def resharding_of(self, name: str) -> Resharding:
+        """Costs and paths of a value."""
+        return self._late if name in self.leaving else self.resharding
 
     def value(self, name: str) -> Value:
         """The value of this name."""
@@ -110,7 +120,7 @@ class Problem:
     def transport_s(self, name: str, source: Layout, target: Layout) -> float:
         """Seconds to bring a value from one layout to another."""
         value = self.value(name)
-        return self.resharding.seconds(value.shape, ITEM_BYTES.get(value.dtype, 8), source, target)
+        return self.resharding_of(name).seconds(value.shape, ITEM_BYTES.get(value.dtype, 8), source, target)
 
 
 def build_problem(
@@ -143,6 +153,7 @@ def build_problem(
     problem.free = frozenset(n for n in graph.values if owner[n] != n)
     problem.span = _spans(problem, owner)
     problem.flops = flops or {}
+    problem.leaving = leaving(graph)
     return problem
 
 

@@ -9,7 +9,7 @@ A cut that nests inside another cut of the same factor (a later axis) has to be 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -41,6 +41,10 @@ class Resharding:
 
     mesh: tuple[int, ...]
     links: tuple[AxisLink, ...]
+
+    def leaving(self) -> Resharding:
+        """The same for values that nothing in the program waits for: their small all-reduces share buffers."""
+        return Resharding(self.mesh, tuple(replace(link, shared_buffers=True) for link in self.links))
 
     def seconds(self, shape: tuple[int, ...], item_bytes: int, source: Layout, target: Layout) -> float:
         """Time of the cheapest path; infinite where there is none."""

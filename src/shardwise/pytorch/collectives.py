@@ -104,13 +104,13 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: str, in_place: boo
     return Pending(work, lambda: wire.to(dtype))
 
 
-def all_reduce_many(tensors: list[torch.Tensor], group: dist.ProcessGroup, op: str) -> list[Pending]:
-    """Several all-reduces through one buffer; every result is a view of it."""
-    dtype = tensors[0].dtype
-    flat = torch.cat([_on_wire(x).reshape(-1) for x in tensors])
-    work = dist.all_reduce(flat, REDUCE_OPS[op], group=group, async_op=True) if flat.numel() else None
-    parts = flat.split([x.numel() for x in tensors])
-    shapes = [x.shape for x in tensors]
+def all_reduce_many(
+    buffer: torch.Tensor, shapes: list[tuple[int, ...]], group: dist.ProcessGroup, op: str
+) -> list[Pending]:
+    """Several all-reduces through the buffer in which their operands lie; every result is a view of it."""
+    dtype, wire = buffer.dtype, _on_wire(buffer)
+    work = dist.all_reduce(wire, REDUCE_OPS[op], group=group, async_op=True) if wire.numel() else None
+    parts = wire.split([prod(shape) for shape in shapes])
     return [
         Pending(work, lambda part=part, shape=shape: part.view(shape).to(dtype)) for part, shape in zip(parts, shapes)
     ]

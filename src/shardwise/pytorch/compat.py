@@ -172,8 +172,11 @@ def spec_of(tensor: Tensor) -> Any:
 
 
 def dtensor_of(local: Tensor, spec: Any) -> DTensor:
-    """A DTensor of a known spec, such as a gradient of its parameter's."""
-    return DTensor(local, spec, requires_grad=False)
+    """A DTensor of a known spec, such as a gradient of its parameter's.
+
+    All of it is done by `__new__`; `__init__` does nothing, but is wrapped so often that it costs as much again.
+    """
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def current_tracer() -> object | None:

@@ -17,6 +17,7 @@ from ..ir.graph import Arg, Graph, Literal, Node, Ref, Value, map_arg
 from ..ir.liveness import last_use, storage_of
 from ..ir.passes import is_view
 from . import collectives
+from .buffers import Slot, plan_buffers, writing
 from .operators import dtype_of, find_op, from_literal
 from .runner import flatten_results
 
@@ -24,6 +25,8 @@ _VIEWS = {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.defaul
 
 
 _TORCHS = ("aten", "prims", "shardwise")
+_BY_STORAGE = "aten.as_strided"
+"""Beginning of the operators that read an operand by its storage, whatever its strides."""
 _dense_only: dict[str, bool] = {}
 """View operator -> whether it takes no other strides than contiguous ones."""
 
@@ -58,6 +61,7 @@ class _Writer:
         self.last = last_use(graph)
         self.owner = storage_of(graph)
         self.values = graph.values
+        self.buffers = plan_buffers(graph)
         self.given = {i.value.name for i in graph.inputs}
         self.storage_end: dict[str, int] = {}
         """Owner of a storage -> the last node that reads any value in it."""
@@ -75,6 +79,7 @@ class _Writer:
         """The source of the function."""
         self.lines.append("def run(inputs):")
         names = [i.value.name for i in self.graph.inputs]
+        device = self.constant(self.device)
         if names:
             self.lines.append(f"    ({', '.join(names)},) = inputs")
         self.lines.append("    inputs.clear()")
@@ -87,7 +92,11 @@ class _Writer:
         for k, node in enumerate(self.graph.nodes):
             for name in dict.fromkeys(node.operands):
                 self.wait(name)
+            for buffer in self.buffers.begins.get(k, []):
+                size = f"{buffer.numel}, dtype={self.constant(dtype_of(buffer.dtype))}"
+                self.lines.append(f"    {buffer.name} = {self.constant(torch.empty)}({size}, device={device})")
             self.lines.append("    " + self.node(node, k))
+            self.lines += [f"    {line}" for line in self.copies(node)]
             gone = [n for n in dying.get(k, []) if n not in unread]
             for name in gone:
                 self.wait(name)
@@ -133,6 +142,9 @@ class _Writer:
         if self.wants_dense(node):
             node = replace(node, args=tuple(map_arg(a, _dense) for a in node.args))
         args = [self.arg(a) for a in node.args] + [f"{key}={self.arg(a)}" for key, a in node.kwargs]
+        if (slot := self.slot_of(node)) is not None and (variant := writing(node)) is not None:
+            assert node.results[0] is not None
+            return f"{node.results[0].name} = {self.constant(variant)}({', '.join(args)}, out={self.place(slot)})"
         call = f"{op}({', '.join(args)})"
         if len(node.results) == 1 and node.results[0] is not None and not _returns_list(node.op):
             # A conjugate that is not yet taken would not survive a collective, nor a view of the bytes.
@@ -147,7 +159,7 @@ class _Writer:
         A view of the bytes (as complex numbers, as another dtype) is refused otherwise, and an operator of the user's
         own may take it for granted.
         """
-        if node.op.split(".")[0] not in _TORCHS:
+        if node.op.split(".")[0] not in _TORCHS or node.op.startswith(_BY_STORAGE):
             return True
         first = next(iter(node.operands), None)
         if first is None or not is_view(node):
@@ -156,6 +168,23 @@ class _Writer:
         if node.op not in _dense_only and len(value.shape) > 1 and min(value.shape) > 1:
             _dense_only[node.op] = _refuses_strides(node, value)
         return _dense_only.get(node.op, False)
+
+    def slot_of(self, node: Node) -> Slot | None:
+        """Where the node makes its only result, if in a buffer."""
+        first = node.results[0] if len(node.results) == 1 else None
+        return None if first is None else self.buffers.made_in.get(first.name)
+
+    def place(self, slot: Slot) -> str:
+        """The part of a buffer for one value."""
+        return f"{slot.buffer}[{slot.start}:{slot.stop}].view({self.constant(slot.shape)})"
+
+    def copies(self, node: Node) -> list[str]:
+        """Brings results into their buffers where the operator cannot write there itself."""
+        slots = self.buffers.made_in
+        names = [v.name for v in node.results if v is not None and v.name in slots]
+        if len(node.results) == 1 and names and writing(node) is not None:
+            return []
+        return [f"{name} = {self.place(slots[name])}.copy_({name})" for name in names]
 
     def collective(self, node: Node, k: int) -> str:
         """Starts a collective on the process group of its axis."""
@@ -166,8 +195,13 @@ class _Writer:
         if node.op == "comm.all_reduce_many":
             names = [v.name for v in node.results if v is not None]
             self.pending.update(names)
+            buffer = self.buffers.sent[k]
+            for ref, slot in zip(node.operands, buffer.slots):
+                if ref not in self.buffers.made_in:
+                    self.lines.append(f"    {self.place(slot)}.copy_({ref})")
             function = self.constant(collectives.all_reduce_many)
-            return f"({', '.join(names)},) = {function}({self.arg(x)}, {group}, {rest[0]!r})"
+            shapes = self.constant([slot.shape for slot in buffer.slots])
+            return f"({', '.join(names)},) = {function}({buffer.name}, {shapes}, {group}, {rest[0]!r})"
         assert isinstance(x, Ref)
         name = node.results[0].name
         kind = node.op.removeprefix("comm.")

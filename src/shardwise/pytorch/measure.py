@@ -21,8 +21,9 @@ from ..cluster import COLLECTIVES, Cluster, Device, Level, fit_alpha_beta, probe
 from ..cost import bytes_on_wire
 
 LINK_SIZES_BYTES = (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20)
-_LINKS_BUDGET_S = 1.2
+_LINKS_BUDGET_S = 1.6
 _REPEATS = 5
+_ALTERNATIONS = 4  # of work and a collective without a barrier in between
 _SECTION_S = 0.06  # each part of a device's measurement lasts at least this long, on every rank
 _SMALLEST_ALPHA_S = 1e-9  # a fit may find no latency; a level needs a positive one
 
@@ -41,6 +42,9 @@ def measure_links(group: dist.ProcessGroup | None = None) -> list[tuple[str, int
 
     Bytes are of the whole tensor, as in `cost.collectives`. Larger sizes are left out where the time does not
     suffice; the two smallest are always there. A group of one has no links: the list is empty.
+
+    A collective is timed as a program meets it, between two pieces of work: ranks that come a little apart wait for
+    each other, and caches are cold. Its time is that of the alternation less that of the work alone.
     """
     group = _group(group)
     if group is None or group.size() == 1:
@@ -49,10 +53,13 @@ def measure_links(group: dist.ProcessGroup | None = None) -> list[tuple[str, int
     samples: list[tuple[str, int, float]] = []
     # Budgets are spent in agreed seconds, so every rank takes the same decisions.
     share_s = _LINKS_BUDGET_S / len(COLLECTIVES)
+    work = _work(device)
+    alone_s = statistics.median(_timed(_alternating(work), 2 * _REPEATS, group, device)[1:])
     for kind in COLLECTIVES:
         spent_s = 0.0
         for index, nbytes in enumerate(LINK_SIZES_BYTES):
-            run, whole_bytes = _collective(kind, nbytes, group, device)
+            collective, whole_bytes = _collective(kind, nbytes, group, device)
+            run = _alternating(work, collective)
             warm_s = _timed(run, 1, group, device)[0]
             spent_s += warm_s
             if index >= 2 and spent_s + 3 * warm_s > share_s:
@@ -61,7 +68,8 @@ def measure_links(group: dist.ProcessGroup | None = None) -> list[tuple[str, int
             repeats = max(3, min(_REPEATS, int(room_s / max(warm_s, 1e-6))))
             times = _timed(run, repeats, group, device)
             spent_s += sum(times)
-            samples.append((kind, whole_bytes, statistics.median(times)))
+            seconds = (statistics.median(times) - alone_s) / _ALTERNATIONS
+            samples.append((kind, whole_bytes, max(seconds, _SMALLEST_ALPHA_S)))
     return samples
 
 
@@ -159,6 +167,24 @@ def _collective(
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(part), part, group=group),
     }
     return calls[kind], 4 * parts * size
+
+
+def _work(device: torch.device) -> Callable[[], object]:
+    """About a millisecond of it."""
+    size = 2048 if device.type == "cuda" else 256
+    left, out = torch.randn(size, size, device=device), torch.empty(size, size, device=device)
+    return partial(torch.mm, left, left, out=out)
+
+
+def _alternating(*parts: Callable[[], object]) -> Callable[[], None]:
+    """The parts one after the other, several times."""
+
+    def run() -> None:
+        for _ in range(_ALTERNATIONS):
+            for part in parts:
+                part()
+
+    return run
 
 
 def _timed(run: Callable[[], object], repeats: int, group: dist.ProcessGroup, device: torch.device) -> list[float]:

@@ -7,9 +7,11 @@ that its start and length are multiples of. No operator is named: whatever retur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from math import gcd, prod
+
+import numpy as np
 
 from ..ir.graph import Arg, Path, leaves
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta, ViewOf
@@ -92,21 +94,7 @@ def view_atoms(shape: tuple[int, ...], view: ViewOf) -> list[Atom] | None:
             taken.setdefault(source, []).append((unit, length))
             atoms += _atom(shape, strides, view, source, unit, length, dim, size, inner)
             inner *= length
-    starts = [view.offset // strides[d] % shape[d] for d in range(len(shape))]
-    return [a for a in atoms if _alone(a, taken[a[0].dim], starts[a[0].dim])]
-
-
-def _alone(atom: Atom, runs: list[tuple[int, int]], start: int) -> bool:
-    """Whether no other run of the same operand dim changes the index along this factor: those outside of it step over
-    it whole, those inside stay within one of its units."""
-    source, _, length = atom
-    within = start % source.unit
-    for unit, count in runs:
-        if unit < source.unit:
-            within += unit * (count - 1)
-        elif unit > source.unit and unit % (source.unit * length):
-            return False
-    return within < source.unit
+    return atoms
 
 
 def _runs(shape: tuple[int, ...], strides: list[int], size: int, stride: int) -> list[tuple[int, int, int]] | None:
@@ -117,9 +105,11 @@ def _runs(shape: tuple[int, ...], strides: list[int], size: int, stride: int) ->
         if source is None or stride % strides[source]:
             return None
         unit = stride // strides[source]
+        if unit >= shape[source]:
+            return None  # it leaves the operand
         room = shape[source] // unit
-        if unit >= shape[source] or (shape[source] % unit and size > room):
-            return None  # it steps past the operand's end, or over a rest of the dim
+        if shape[source] % unit and size > room:
+            return None
         if size <= room:
             runs.append((source, unit, size))
             return runs
@@ -177,127 +167,116 @@ def _covers_all(shape: tuple[int, ...], view: ViewOf, source: int, unit: int, le
     return start % extent == 0 and bool(walks)
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A factor of length n that is to be cut in a call of views."""
+
+    call: Call
+    base: int
+    source: DimRef | None
+    targets: tuple[DimRef, ...]
+    n: int
+    views: tuple[ViewOf, ...]
+    """Of the whole call."""
+
+    def local(self, length: int) -> Call:
+        """The call on an operand that holds so much of the factor, its integers as they were."""
+        shapes = [list(m.shape) for m in self.call.operands]
+        if self.source is not None:
+            shapes[self.base][self.source.dim] = shapes[self.base][self.source.dim] // self.n * length
+        metas = (TensorMeta(tuple(s), m.dtype) for s, m in zip(shapes, self.call.operands))
+        return self.call.with_operands(tuple(metas))
+
+
 def _with_ints(
     call: Call, runner: OpRunner, base: int, source: DimRef | None, targets: tuple[DimRef, ...], length: int
 ) -> list[Factor]:
     """The factor with the integers that must become local, found by asking for the local call's own strides."""
     operands: list[DimRef | None] = [None] * len(call.operands)
     operands[base] = source
-    less = length - 1
-    shapes = [list(m.shape) for m in call.operands]
-    if source is not None:
-        shapes[base][source.dim] = shapes[base][source.dim] // length * less
     table = dict(leaves(call.args, call.kwargs))
     sizes = {
         p: v
         for p in runner.size_leaves(call)
         if isinstance(v := table.get(p), int) and not isinstance(v, bool) and v > 0 and v % length == 0 and v < 1 << 40
     }
-    local = call.with_operands(tuple(TensorMeta(tuple(s), m.dtype) for s, m in zip(shapes, call.operands)))
-    before = runner.views(call) or ()
-    wanted = []
-    for view, target in zip(before, targets):
-        size = view.shape[target.dim] // length * less
-        wanted.append((*view.shape[: target.dim], size, *view.shape[target.dim + 1 :]))
+    cut = _Cut(call, base, source, targets, length, runner.views(call) or ())
     for count in range(min(len(sizes), 6) + 1):
         for ints in combinations(sizes, count):
-            if _local_fits(local, runner, ints, sizes, length, less, wanted, source, targets, before):
-                empty = _accepts_empty(call, runner, base, source, {p: 0 for p in ints}, len(before))
+            if _local_fits(cut, runner, {p: sizes[p] for p in ints}):
+                empty = _local_views(cut, runner, {p: sizes[p] for p in ints}, 0) is not None
                 return [Factor(tuple(operands), targets, ints, empty=empty)]
     return []
 
 
-def _accepts_empty(
-    call: Call, runner: OpRunner, base: int, source: DimRef | None, ints: dict[Path, Arg], count: int
-) -> bool:
-    """Whether the views of nothing have a shape, and are as many: a size left to be inferred has none."""
-    shapes = [list(m.shape) for m in call.operands]
-    if source is not None:
-        shapes[base][source.dim] = 0
-    local = call.with_operands(tuple(TensorMeta(tuple(s), m.dtype) for s, m in zip(shapes, call.operands)))
-    try:
-        views = runner.views(local.with_leaves(ints))
-    except OperatorError:
-        return False
-    return views is not None and len(views) == count
-
-
-def _local_fits(
-    local: Call,
-    runner: OpRunner,
-    ints: tuple[Path, ...],
-    sizes: dict[Path, int],
-    length: int,
-    less: int,
-    wanted: list[tuple[int, ...]],
-    source: DimRef | None,
-    targets: tuple[DimRef, ...],
-    before: Sequence[ViewOf],
-) -> bool:
-    changed = local.with_leaves({p: sizes[p] // length * less for p in ints})
+def _local_views(
+    cut: _Cut, runner: OpRunner, sizes: dict[Path, int], length: int
+) -> tuple[Call, tuple[ViewOf, ...]] | None:
+    """The call on so much of the factor and its views; None where it is refused, as where a size is to be inferred
+    from nothing, or gives fewer views, as a split of nothing does."""
+    new: dict[Path, Arg] = {p: v // cut.n * length for p, v in sizes.items()}
+    changed = cut.local(length).with_leaves(new)
     try:
         views = runner.views(changed)
     except OperatorError:
-        return False
-    if views is None or [v.shape for v in views] != wanted:
-        return False
-    if source is None:
-        return True
-    own = changed.operands[before[0].operand].shape
-    whole = (*own[: source.dim], own[source.dim] // less * length, *own[source.dim + 1 :])
-    for old, new, target in zip(before, views, targets):
-        if not _reads_its_piece(whole, old, own, new, source, target, length):
+        return None
+    return None if views is None or len(views) != len(cut.views) else (changed, views)
+
+
+def _local_fits(cut: _Cut, runner: OpRunner, sizes: dict[Path, int]) -> bool:
+    """Whether the local call on the first and on the last part of the factor reads what the whole reads there."""
+    for length in dict.fromkeys((cut.n - 1, 1)):
+        found = _local_views(cut, runner, sizes, length)
+        if found is None:
             return False
-    for view, target in zip(views, targets):
-        atoms = view_atoms(changed.operands[view.operand].shape, view)
-        if less > 1 and not any((s, t) == (source, target) for s, t, _ in atoms or []):
-            return _refined(atoms or [], source, target, less)
+        shape = found[0].operands[cut.base].shape
+        for whole, local, target in zip(cut.views, found[1], cut.targets):
+            for low in dict.fromkeys((0, cut.n - length)):
+                if not _reads_the_same(cut, whole, local, target, shape, low, length):
+                    return False
     return True
 
 
-def _reads_its_piece(
-    shape: tuple[int, ...],
-    old: ViewOf,
-    own: tuple[int, ...],
-    new: ViewOf,
-    source: DimRef,
-    target: DimRef,
-    length: int,
+SAMPLES = 64
+"""Elements of a view that are looked at, beside its corners: strides are linear but for carries between dims."""
+
+
+def _reads_the_same(
+    cut: _Cut, whole: ViewOf, local: ViewOf, target: DimRef, shape: tuple[int, ...], low: int, length: int
 ) -> bool:
-    """Whether the view `new` of all but the last index of a factor reads what `old` reads of the whole there.
-
-    Both are affine in the result's index, so its corners and the first steps along its dims tell.
-    """
-    if 0 in new.shape:
+    """Whether a view of a piece, [low, low + length) of the factor, has the elements of the piece of the view."""
+    size = whole.shape[target.dim] // cut.n * length
+    wanted = (*whole.shape[: target.dim], size, *whole.shape[target.dim + 1 :])
+    if local.shape != wanted or local.operand != cut.base:
+        return False
+    if 0 in wanted:
         return True
-    corner = tuple(n - 1 for n in new.shape)
-    points = {(0,) * len(new.shape), corner}
-    for dim, n in enumerate(new.shape):
-        points |= {tuple(k if d == dim else 0 for d in range(len(new.shape))) for k in (min(1, n - 1), n - 1)}
-    less = length - 1
-    for point in points:
-        outer, rest = divmod(point[target.dim], target.unit * less)
-        there = (*point[: target.dim], outer * target.unit * length + rest, *point[target.dim + 1 :])
-        place = old.offset + sum(k * s for k, s in zip(there, old.stride))
-        index = []
-        for n in reversed(shape):
-            place, k = divmod(place, n)
-            index.append(k)
-        index.reverse()
-        outer, rest = divmod(index[source.dim], source.unit * length)
-        if place or rest >= source.unit * less:
-            return False
-        index[source.dim] = outer * source.unit * less + rest
-        expected = 0
-        for k, n in zip(index, own):
-            expected = expected * n + k
-        if expected != new.offset + sum(k * s for k, s in zip(point, new.stride)):
-            return False
-    return True
+    index = _sampled(wanted)
+    grown = list(index)
+    grown[target.dim] = _shifted(index[target.dim], target.unit, length, cut.n, low)
+    at = whole.offset + sum(i * s for i, s in zip(grown, whole.stride))
+    here = local.offset + sum(i * s for i, s in zip(index, local.stride))
+    if cut.source is None:
+        return bool(np.array_equal(at, here))
+    if (np.asarray(here) >= prod(shape)).any():
+        return False
+    places = list(np.unravel_index(here, shape))
+    places[cut.source.dim] = _shifted(places[cut.source.dim], cut.source.unit, length, cut.n, low)
+    return bool(np.array_equal(at, np.ravel_multi_index(places, cut.call.operands[cut.base].shape)))
 
 
-def _refined(atoms: list[Atom], source: DimRef, target: DimRef, less: int) -> bool:
-    """A slice's common factor may come out larger on the local shape: accept a factor that contains ours."""
-    return any(
-        s.dim == source.dim and t.dim == target.dim and source.unit % s.unit == 0 and n % less == 0 for s, t, n in atoms
-    )
+def _sampled(shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Indices of some elements: all corners of few dims, and some drawn at random."""
+    rng = np.random.default_rng(5)
+    corners = np.array(np.meshgrid(*[[0, n - 1] for n in shape[:8]], indexing="ij")).reshape(min(len(shape), 8), -1)
+    found = []
+    for d, n in enumerate(shape):
+        corner = corners[d] if d < 8 else np.zeros(corners.shape[1], int)
+        found.append(np.concatenate([corner, rng.integers(0, n, SAMPLES)]))
+    return found
+
+
+def _shifted(index: np.ndarray, unit: int, length: int, n: int, low: int) -> np.ndarray:
+    """Places in a dim read as (outer, length, unit) -> places in the dim that holds n of the factor."""
+    outer, rest = np.divmod(index, length * unit)
+    return outer * (n * unit) + low * unit + rest

@@ -37,6 +37,7 @@ from ..ir.graph import (
     leaves,
     replace_leaves,
 )
+from ..ir.passes import leaving
 from ..ir.placement import Layout, Partial, R, Shard, chunk, local_cuts, local_factor, local_shape
 from ..plan.options import Choice
 from ..plan.plan import NodePlan, Plan
@@ -53,6 +54,8 @@ class _Lowering:
     plan: Plan
     resharding: Resharding
     coords: tuple[int, ...]
+    late: Resharding
+    leaving: frozenset[str]
     nodes: list[Node] = field(default_factory=list)
     own: dict[str, Layout] = field(default_factory=dict)
     copies: dict[tuple[str, str, Layout], str] = field(default_factory=dict)
@@ -81,7 +84,8 @@ class _Lowering:
 
 def lower(graph: Graph, rules: tuple[Rule, ...], plan: Plan, resharding: Resharding, coords: tuple[int, ...]) -> Graph:
     """The program of the device at `coords`, forward and backward in one graph."""
-    state = _Lowering(graph, rules, plan, resharding, coords, kept=frozenset(plan.kept))
+    late = resharding.leaving(), leaving(graph)
+    state = _Lowering(graph, rules, plan, resharding, coords, *late, kept=frozenset(plan.kept))
     inputs = []
     for item, (_, _, layout) in zip(graph.inputs, plan.inputs):
         value = state.local_value(item.value.name, layout, item.value.name)
@@ -127,7 +131,8 @@ def _acquire(state: _Lowering, name: str, layout: Layout, phase: str) -> str:
     value = state.graph.values[name]
     item = ITEM_BYTES.get(value.dtype, 8)
     here = name
-    for move in state.resharding.path(value.shape, item, state.own[name], layout):
+    resharding = state.late if name in state.leaving else state.resharding
+    for move in resharding.path(value.shape, item, state.own[name], layout):
         known = state.copies.get((name, phase, move.target))
         here = known if known is not None else _move(state, name, here, move, phase)
         state.copies[(name, phase, move.target)] = here
