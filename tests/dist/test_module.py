@@ -233,6 +233,11 @@ def copies(rank, world):
     twin(*batch()).backward()
     same(twin, plain)
     assert len(twin._shardwise.programs) == programs, "the copy shares what is captured"
+    again = copy.deepcopy(twin)  # with gradients, which may lie inside a buffer
+    same(again, plain)
+    assert again.up.weight.grad is not twin.up.weight.grad and list(again.state_dict()) == list(plain.state_dict())
+    twin.zero_grad(set_to_none=False)
+    same(again, plain)
     assert isinstance(twin, Net) and twin.up.weight.to_local().data_ptr() != ours.up.weight.to_local().data_ptr()
 
 

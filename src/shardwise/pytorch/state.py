@@ -59,6 +59,16 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, to
                     yield f"{prefix}.{name}" if prefix else name, cast("dict[str, Any]", table), name, tensor
 
 
+def copied(tensor: DTensor) -> DTensor:
+    """A copy with its gradient. torch's own deepcopy takes a gradient that lies inside a buffer for a plain tensor."""
+    made: Any = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    if tensor.grad is not None:
+        made.grad = tensor.grad.detach().clone()
+    return made
+
+
 def place_state(module: nn.Module, mesh: DeviceMesh | None, layouts: dict[str, Layout]) -> list[torch.Tensor]:
     """Replaces every parameter and buffer by a DTensor in its layout (Replicate where none is given).
 
