@@ -82,7 +82,7 @@ def same_error(kind: str, message: str) -> ShardwiseError:
         found = re.search(r"least that would do is ([\d.]+) (GiB|MiB)", message)
         unit = {"GiB": 1 << 30, "MiB": 1 << 20}
         return MemoryLimitError(message, int(float(found[1]) * unit[found[2]]) if found else 0)
-    for known in (InputError, ConstraintError, PlanError, UnsupportedError):
+    for known in (InputError, ConstraintError, CaptureError, PlanError, UnsupportedError):
         if known.__name__ == kind:
             return known(message)
     return PlanError(f"rank 0 could not plan: {kind}: {message}")

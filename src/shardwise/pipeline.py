@@ -28,7 +28,7 @@ from .pytorch.flops import count_flops
 from .pytorch.module import Build, Runtime, install
 from .pytorch.program import LocalProgram, make_local
 from .pytorch.runner import TorchRunner
-from .pytorch.world import broadcast_object, check_equal, make_mesh, rank, together
+from .pytorch.world import check_equal, from_rank_0, make_mesh, together
 from .rules.book import RuleBook
 from .rules.descend import descend
 from .rules.rule import Rule
@@ -188,26 +188,20 @@ def _best_plan(graph: Graph, rules: tuple[Rule, ...], request: Request, settings
 def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
     """Rank 0 finds rules and plan, the others receive them. Raises MismatchError where the graphs differ."""
     check_equal("the captured model", hashlib.sha256(format_graph(without_sources(program.graph)).encode()).hexdigest())
-    text: str = ""
-    error: Exception | None = None
-    if rank() == 0:
+    error: list[Exception] = []
+
+    def work() -> str:
         try:
             found = plan_program(program, request, fixed)
-            text = json.dumps(
-                [
-                    found.plan.to_json(),
-                    [r.to_dict() for r in found.rules],
-                    format_graph(found.graph),
-                    asdict(found.origin),
-                ]
-            )
         except Exception as caught:  # the others must not wait for a plan that never comes
-            error = caught
-            text = json.dumps([type(caught).__name__, str(caught)])
-    text = broadcast_object(text)
-    data = json.loads(text)
-    if error is not None:
-        raise error
+            error.append(caught)
+            return json.dumps([type(caught).__name__, str(caught)])
+        rules = [r.to_dict() for r in found.rules]
+        return json.dumps([found.plan.to_json(), rules, format_graph(found.graph), asdict(found.origin)])
+
+    data = json.loads(from_rank_0(work))
+    if error:
+        raise error[0]
     if len(data) == 2:
         raise same_error(*data)
     rules = tuple(Rule.from_dict(r) for r in data[1])

@@ -22,6 +22,7 @@ from shardwise.errors import (
     MemoryLimitError,
     MismatchError,
     ShardwiseError,
+    UnsupportedError,
 )
 from tests.dist.pool import run_world
 from tests.dist.toys import Net, batch, close, fast, make, pair, parallel, same
@@ -192,6 +193,37 @@ def local_rows(rank, world):
     same(ours, plain)
 
 
+def local_gradients(rank, world):
+    """Gradients of the rows that a rank brings, with respect to the mean over the rows of all."""
+    plain = make(Net)
+    x, y = batch(rows=2 * world)
+    rows = slice(2 * rank, 2 * rank + 2)
+    mine = x[rows].clone().requires_grad_()
+    ours = parallel(copy.deepcopy(plain), world, (mine, y[rows]), batch="local")
+    assert ours.plan.flops_share <= (0.6 if world == 2 else 0.35)
+    for step in range(2):
+        whole_x = (x + step).requires_grad_()
+        mine = (x[rows] + step).requires_grad_()
+        for module, inputs in ((plain, (whole_x, y)), (ours, (mine, y[rows]))):
+            loss, out = module(*inputs, logits=True)
+            (loss + 0.1 * out.square().mean()).backward()
+        assert out.shape == (2 * world, 7), "outputs have the rows of all"
+        close(mine.grad, whole_x.grad[rows], f"step {step}")
+    same(ours, plain)
+    # The gradient of something computed before the module, from this rank's rows alone.
+    before = nn.Linear(12, 12).double()
+    with torch.no_grad():
+        before.weight.copy_(torch.eye(12) * 2)
+        before.bias.zero_()
+    ours(before(x[rows]), y[rows]).backward()
+    leaf = (x * 2).requires_grad_()
+    plain(leaf, y).backward()
+    close(before.bias.grad, leaf.grad[rows].sum(0), "a layer in front")
+    few = (x[: 1 if rank == 0 else 3].clone().requires_grad_(), y[: 1 if rank == 0 else 3])
+    if world == 2:
+        fails(UnsupportedError, "inputs that require gradients", lambda: ours(*few))
+
+
 class Masked(nn.Module):
     def __init__(self):
         super().__init__()
@@ -231,7 +263,7 @@ def caches(rank, world, folder):
     close(ours(*batch(rows=7)).detach(), plain(*batch(rows=7)).detach())
 
 
-CHECKS = [arguments, different_models, different_calls, local_rows, local_others]
+CHECKS = [arguments, different_models, different_calls, local_rows, local_gradients, local_others]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
@@ -241,6 +273,7 @@ def test_two_ranks(check):
 
 def test_four_ranks():
     run_world(4, local_rows)
+    run_world(4, local_gradients)
 
 
 def test_broken_caches(tmp_path):

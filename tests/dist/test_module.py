@@ -9,6 +9,10 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._dynamo_utils import _annotate_modules_for_dynamo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -229,6 +233,11 @@ def copies(rank, world):
     twin(*batch()).backward()
     same(twin, plain)
     assert len(twin._shardwise.programs) == programs, "the copy shares what is captured"
+    again = copy.deepcopy(twin)  # with gradients, which may lie inside a buffer
+    same(again, plain)
+    assert again.up.weight.grad is not twin.up.weight.grad and list(again.state_dict()) == list(plain.state_dict())
+    twin.zero_grad(set_to_none=False)
+    same(again, plain)
     assert isinstance(twin, Net) and twin.up.weight.to_local().data_ptr() != ours.up.weight.to_local().data_ptr()
 
 
@@ -284,9 +293,32 @@ def refusals(rank, world):
     close(ours(*batch()).detach(), plain(*batch()).detach())
 
 
+def wrappers(rank, world):
+    """Every other parallelism refuses, or is refused, before it changes anything; the module works on."""
+    plain, ours = pair(world, Net, every=True)
+    before = {n: (p.placements, p.to_local().data_ptr()) for n, p in ours.named_parameters()}
+    for wrap in (
+        fully_shard,
+        replicate,
+        lambda m: fully_shard(m.up),
+        lambda m: _annotate_modules_for_dynamo(m, set(), True),  # FullyShardedDataParallel, which wants an accelerator
+        DistributedDataParallel,
+    ):
+        with pytest.raises(UnsupportedError, match=r"parallelized module"):
+            wrap(ours)
+    after = {n: (p.placements, p.to_local().data_ptr()) for n, p in ours.named_parameters()}
+    assert after == before and type(ours) is not Net and isinstance(ours, Net)
+    for module in (plain, ours, copy.deepcopy(ours)):
+        module(*batch()).backward()
+    same(ours, plain)
+    mesh = init_device_mesh("cpu", (world,))
+    with pytest.raises(InputError, match="DTensor already"):
+        parallel(fully_shard(make(Net), mesh=mesh), world, batch())
+
+
 CHECKS = [
     names, trains, own_clip, graphs, input_gradients, large_outputs, modes, frozen_later, hooks, copies, saved, dtypes,
-    refusals,
+    refusals, wrappers,
 ]  # fmt: skip
 
 

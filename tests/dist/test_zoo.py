@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.errors import CaptureError
 from tests.dist.pool import run_world
 from tests.dist.roads import SHARES, Arrival, Road, planned, unsplit
-from tests.equality import TOLERANCE, Run, compare, train
+from tests.equality import FLOOR, TOLERANCE, Run, compare, train
 
 FAST = ("gpt2", "custom_op_mlp", "inplace_net", "uneven_mlp")
 SLOW = (
@@ -25,6 +25,10 @@ STEPS = 3
 LR = 0.01
 SINGLE = 1e-5
 """Tolerance where the model itself computes parts in float32: sums in another order differ by some 1e-7 a step."""
+ONLY_SINGLE = {"mixtral"}
+"""Entries with an operator that knows no float64: the experts' grouped product, torch._grouped_mm."""
+SINGLE_FLOOR = 1e-3
+"""Likewise: what is zero in theory holds rounding errors of some 1e-9 of the gradients' norm."""
 WHOLE: dict[str, set[str]] = {
     "timm_resnet": {"aten.convolution_backward.default"},
     "mamba": {"aten.convolution_backward.default"},
@@ -40,12 +44,14 @@ def load(folder: Path) -> Any:
 
 
 def build(folder: Path, name: str) -> tuple[Any, Any, Any]:
-    """(module, make_batch, loss_from) in fp64; the batch is the same in every step."""
+    """(module, make_batch, loss_from), in fp64 where the model can be; the batch is the same in every step."""
     module, args, kwargs, loss_from = load(folder).build(name)
 
     def double(leaf: Any) -> Any:
         return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
+    if name in ONLY_SINGLE:
+        return module, lambda step, rows: (tuple(args), dict(kwargs)), loss_from
     batch = pytree.tree_map(double, (tuple(args), dict(kwargs)))
     return module.double(), lambda step, rows: batch, loss_from
 
@@ -63,8 +69,8 @@ def travel(rank: int, world: int, folder: Path, road: Road, expected: Run) -> Ar
     """Trains an entry on this rank and compares."""
     module, make_batch, loss_from = build(folder, road.case)
     module = planned(road, module, *make_batch(0, 0))
-    tolerance = SINGLE if _computes_in_single(module) else TOLERANCE
-    error = compare(train(module, make_batch, loss_from, STEPS, LR), expected, tolerance)
+    exact = (SINGLE, SINGLE_FLOOR) if _computes_in_single(module) else (TOLERANCE, FLOOR)
+    error = compare(train(module, make_batch, loss_from, STEPS, LR), expected, *exact)
     return Arrival(error, module.plan.flops_share, unsplit(module), (0.0, 0.0))
 
 

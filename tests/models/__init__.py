@@ -8,7 +8,7 @@
 A model with `case.random` draws from torch's generator in forward: seed it first. Others draw nothing.
 """
 
-from tests.models import interfaces, language, layers
+from tests.models import interfaces, language, layers, unusual
 from tests.models.case import CASES, Batch, Built, Case
 
-__all__ = ["CASES", "Batch", "Built", "Case", "interfaces", "language", "layers"]
+__all__ = ["CASES", "Batch", "Built", "Case", "interfaces", "language", "layers", "unusual"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -38,6 +39,46 @@ def test_rounding_passes(runs):
         for value in values.values():
             value += value.abs().max() * 1e-13
     assert 0 < compare(result, reference) < 1e-11
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_error_of_a_millionth_in_any_parameter_is_caught(name):
+    reference = reference_run(CASES[name], steps=2)
+    result = copy.deepcopy(reference)
+    for key, value in result.parameters.items():
+        kept = value.clone()
+        value *= 1 + 1e-6
+        with pytest.raises(AssertionError, match=rf"1 of \d+ tensors differ.*\n  parameter {re.escape(key)}: "):
+            compare(result, reference)
+        value.copy_(kept)
+    assert compare(result, reference) == 0.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gradient_of_another_scale_is_caught_in_any_parameter(name):
+    reference = reference_run(CASES[name], steps=1)
+    result = copy.deepcopy(reference)
+    for key, value in result.gradients[0].items():
+        if value is None:
+            continue
+        for scale in (0.5, 2.0, 1 + 1e-5):  # a mean taken twice, a sum of both ranks, a count that is a little off
+            kept = value.clone()
+            value *= scale
+            with pytest.raises(AssertionError, match=rf"step 0: gradient of {re.escape(key)}: "):
+                compare(result, reference)
+            value.copy_(kept)
+
+
+def test_rounding_of_a_parameter_that_is_zero_in_theory_passes_and_a_gradient_there_does_not(runs):
+    result, reference = runs
+    norm = sum(g.square().sum() for g in reference.gradients[1].values()) ** 0.5
+    for run in runs:
+        run.parameters["first.bias"].zero_()
+    reference.parameters["first.bias"][3] = 1e-17 * norm
+    compare(result, reference)
+    result.parameters["first.bias"][3] = 1e-12 * norm  # a step at a learning rate of 0.1 on 1e-11 of the gradients
+    with pytest.raises(AssertionError, match=r"parameter first\.bias"):
+        compare(result, reference)
 
 
 def test_a_gradient_is_measured_by_the_global_norm(runs):

@@ -1,5 +1,7 @@
 """Rules of views: what their strides say, checked by execution on the whole call and on its pieces."""
 
+from itertools import product
+
 import pytest
 
 from shardwise.ir.graph import Ref
@@ -51,3 +53,14 @@ def test_a_view_that_leaves_its_operand_has_no_factor_there(size, stride):
     """Such a call cannot run, but its strides must be read in bounded time and memory."""
     rule = view_rule(_call((16,), "as_strided", (size, stride, 0)), RUNNER)
     assert rule is None or not any(f.operands[0] for f in rule.factors)
+
+
+@pytest.mark.timeout(60)
+def test_every_small_strided_view_is_read_right():
+    """All sizes and strides of two dims that stay within a 4 x 6 operand, overlapping ones included."""
+    for size, stride in product(product((1, 2, 4), repeat=2), product((1, 3, 6, 12), repeat=2)):
+        if sum((n - 1) * s for n, s in zip(size, stride)) < 24:
+            call = _call((4, 6), "as_strided", (size, stride, 0))
+            rule = view_rule(call, RUNNER)
+            assert rule is not None
+            assert verify_rule(call, rule, RUNNER) == [], (size, stride)

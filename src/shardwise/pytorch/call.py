@@ -108,13 +108,19 @@ def describe(
     training = torch.is_grad_enabled() and (
         any(p.requires_grad for p in module.parameters()) or any(t.requires_grad for t in tensors)
     )
-    call = Call(leaves, spec, positions, [t if t.is_contiguous() else t.contiguous() for t in tensors], training)
+    call = Call(leaves, spec, positions, [_plain(t) for t in tensors], training)
     if batch == "local":
         shaped = [k for k, t in enumerate(tensors) if t.ndim > 0]
         if shaped:
             call.rows = tensors[shaped[0]].shape[0]
             call.batched = sum(1 << k for k in shaped if tensors[k].shape[0] == call.rows)
     return call
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as it lies in a program: contiguous, and no conjugate or negative that is not yet taken."""
+    tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def check_example(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -23,53 +24,95 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+# How a trace brings custom operators that write into their arguments; the only description of its arguments.
+from torch._higher_order_ops.auto_functionalize import AliasViewInfo as AliasView
+from torch._higher_order_ops.auto_functionalize import AsStridedViewInfo as AsStridedView
+from torch._higher_order_ops.auto_functionalize import NotView as NoView
+from torch._higher_order_ops.auto_functionalize import SliceViewInfo as SliceView
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch._higher_order_ops.auto_functionalize import get_mutable_args as written_arguments
+from torch._higher_order_ops.auto_functionalize import read_view_information_from_args as read_views
 from torch._ops import OpOverload  # the type of an operator in a captured graph; it has no public name
 
 # Fake tensors: shapes without memory. torch.export uses them under the same names.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, mb_unwrap_functional_tensor
+
+# Where torch's composable parallelism (fully_shard, replicate) keeps its state in a module: it looks there first.
+from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSABLE_REGISTRY
+from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # A dictionary whose keys are objects by identity, held weakly: tensors compare by element, so WeakKeyDictionary fails.
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
+    "COMPOSABLE_REGISTRY",
+    "COMPOSABLE_STATE",
+    "AliasView",
+    "AsStridedView",
     "BufferAOTInput",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "NoView",
     "OpOverload",
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
+    "SliceView",
     "TangentAOTInput",
     "TorchDispatchMode",
     "ValueLess",
     "WeakIdKeyDictionary",
     "aot_export_joint_with_descriptors",
     "arguments_of",
+    "auto_functionalized_v2",
     "current_tracer",
     "dtensor_of",
+    "fake_mode_of",
     "is_mutable",
     "local_of",
     "make_fx",
     "overload_name",
+    "read_views",
     "registered_decomposition",
+    "results_of",
+    "schema_of",
     "size_arguments",
     "spec_of",
     "storage_key",
     "top_saved_tensors_hooks",
     "unwrap_functional",
+    "written_arguments",
 ]
 
 
 def arguments_of(op: OpOverload) -> list[Any]:
     """The declared arguments (name, type, default_value, kwarg_only), which only the private schema has."""
     return op._schema.arguments
+
+
+def results_of(op: OpOverload) -> int:
+    """How many results an operator has, which only the private schema says."""
+    return len(op._schema.returns)
+
+
+def schema_of(op: OpOverload) -> str:
+    """The text of an operator's schema, which only a private attribute has."""
+    return str(op._schema)
+
+
+def fake_mode_of(values: Any) -> Any:
+    """The mode of the fake tensors among values: operators on them need it, and a traced graph does not keep it."""
+    leaves = pytree.tree_leaves(values)
+    return next((v.fake_mode for v in leaves if isinstance(v, FakeTensor)), contextlib.nullcontext())
 
 
 def is_mutable(op: OpOverload) -> bool:

@@ -7,20 +7,32 @@ with it works in place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..ir.graph import Arg, Graph, Literal, Node, Ref
+from ..ir.graph import Arg, Graph, Literal, Node, Ref, Value, map_arg
 from ..ir.liveness import last_use, storage_of
+from ..ir.passes import is_view
 from . import collectives
 from .buffers import Slot, plan_buffers, writing
 from .operators import dtype_of, find_op, from_literal
 from .runner import flatten_results
 
 _VIEWS = {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"}
+
+
+_TORCHS = ("aten", "prims", "shardwise")
+_BY_STORAGE = "aten.as_strided"
+"""Beginning of the operators that read an operand by its storage, whatever its strides."""
+_dense_only: dict[str, bool] = {}
+"""View operator -> whether it takes no other strides than contiguous ones."""
+
+
+class Dense(Ref):
+    """A value that an operator reads as a contiguous tensor."""
 
 
 @dataclass
@@ -48,6 +60,7 @@ class _Writer:
         self.lines: list[str] = []
         self.last = last_use(graph)
         self.owner = storage_of(graph)
+        self.values = graph.values
         self.buffers = plan_buffers(graph)
         self.given = {i.value.name for i in graph.inputs}
         self.storage_end: dict[str, int] = {}
@@ -103,6 +116,8 @@ class _Writer:
 
     def arg(self, arg: Arg) -> str:
         """An argument as source."""
+        if isinstance(arg, Dense):
+            return f"{arg.name}.contiguous()"
         if isinstance(arg, Ref):
             return arg.name
         if isinstance(arg, Literal):
@@ -124,15 +139,35 @@ class _Writer:
             shape = self.constant(node.results[0].shape)
             return f"{node.results[0].name} = {self.arg(node.args[0])}.reshape({shape})"
         op = self.constant(find_op(node.op))
+        if self.wants_dense(node):
+            node = replace(node, args=tuple(map_arg(a, _dense) for a in node.args))
         args = [self.arg(a) for a in node.args] + [f"{key}={self.arg(a)}" for key, a in node.kwargs]
         if (slot := self.slot_of(node)) is not None and (variant := writing(node)) is not None:
             assert node.results[0] is not None
             return f"{node.results[0].name} = {self.constant(variant)}({', '.join(args)}, out={self.place(slot)})"
         call = f"{op}({', '.join(args)})"
         if len(node.results) == 1 and node.results[0] is not None and not _returns_list(node.op):
-            return f"{node.results[0].name} = {call}"
+            # A conjugate that is not yet taken would not survive a collective, nor a view of the bytes.
+            lazy = is_view(node) and any(self.values[n].dtype.startswith("complex") for n in node.operands)
+            return f"{node.results[0].name} = {call}{'.resolve_conj().resolve_neg()' if lazy else ''}"
         names = ["_" if v is None else v.name for v in node.results]
         return f"({', '.join(names)},) = flatten_results({call})"
+
+    def wants_dense(self, node: Node) -> bool:
+        """Whether operands must lie contiguously: moved pieces may not, where the trace had them so.
+
+        A view of the bytes (as complex numbers, as another dtype) is refused otherwise, and an operator of the user's
+        own may take it for granted.
+        """
+        if node.op.split(".")[0] not in _TORCHS or node.op.startswith(_BY_STORAGE):
+            return True
+        first = next(iter(node.operands), None)
+        if first is None or not is_view(node):
+            return False
+        value = self.values[first]
+        if node.op not in _dense_only and len(value.shape) > 1 and min(value.shape) > 1:
+            _dense_only[node.op] = _refuses_strides(node, value)
+        return _dense_only.get(node.op, False)
 
     def slot_of(self, node: Node) -> Slot | None:
         """Where the node makes its only result, if in a buffer."""
@@ -194,6 +229,30 @@ class _Writer:
         if kind == "fill":
             args.append(self.constant(self.device))
         return f"{node.results[0].name} = {function}({', '.join(args)})"
+
+
+def _dense(leaf: Arg) -> Arg:
+    return Dense(leaf.name) if isinstance(leaf, Ref) else leaf
+
+
+def _refuses_strides(node: Node, value: Value) -> bool:
+    """Whether a view operator refuses an operand whose dims lie in the reverse order."""
+    operand = torch.empty(value.shape[::-1], dtype=dtype_of(value.dtype), device="meta").permute(
+        *range(len(value.shape) - 1, -1, -1)
+    )
+
+    def real(arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            return operand
+        if isinstance(arg, Literal):
+            return from_literal(arg, operand.device)
+        return [real(a) for a in arg] if isinstance(arg, tuple) else arg
+
+    try:
+        find_op(node.op)(*map(real, node.args), **{k: real(a) for k, a in node.kwargs})
+    except RuntimeError:
+        return True
+    return False
 
 
 def _returns_list(op: str) -> bool:

@@ -9,20 +9,24 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..errors import CaptureError
 from ..ir.graph import BACKWARD, FORWARD, Arg, Graph, Input, Node, Output, Ref, Value, map_arg
 from ..ir.passes import fix_aliases
 from .compat import (
     BufferAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
+    OpOverload,
     ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
     storage_key,
 )
+from .mutable import functionalise
 from .observe import REGION, SOURCE
 from .operators import dtype_name, op_name, to_arg
+from .random import draws
 from .runner import flatten_results
 
 _PREFIX = "module."
@@ -65,6 +69,7 @@ class Builder:
 
     def call(self, node: fx.Node, names: list[str | None], tensors: list[torch.Tensor | None]) -> None:
         """Adds a call of an operator."""
+        _check(node)
         op = op_name(node.target)  # type: ignore[arg-type]
         if op in _IDENTITIES:
             ref = self.arg(node.args[0])
@@ -81,6 +86,22 @@ class Builder:
         self.nodes.append(Node(results, op, args, kwargs, recompute=region, source=source))
 
 
+def _check(node: fx.Node) -> None:
+    """Raises CaptureError for what a graph cannot hold, with the user's line."""
+    place = f"(at {node.meta.get(SOURCE) or 'an unknown line'})"
+    if not isinstance(node.target, OpOverload):
+        raise CaptureError(
+            f"{node.target} {place} is no operator that runs one after the other with the rest, but holds functions of "
+            "its own, which a plan cannot spread. Write the model without it"
+        )
+    if draws(node.target, node.args, node.kwargs):
+        raise CaptureError(
+            f"{node.target} {place} draws random numbers in a way that Shardwise cannot repeat on every rank: the "
+            "ranks would train on different numbers. Draw with an operator that it knows (torch.rand, torch.bernoulli, "
+            "torch.multinomial, dropout, ...; docs/random.md), or outside the model, and pass the numbers in"
+        )
+
+
 def _read_nodes(builder: Builder, module: fx.GraphModule) -> fx.Node:
     """Reads everything but inputs and outputs; returns the output node."""
     output = None
@@ -95,6 +116,8 @@ def _read_nodes(builder: Builder, module: fx.GraphModule) -> fx.Node:
             output = node
         elif node.op == "get_attr":
             tensor = _attribute(module, str(node.target))
+            if not isinstance(tensor, torch.Tensor):
+                continue  # a function that an operator of higher order takes: refused where that is called
             builder.inputs.append(Input(builder.value(node.name, tensor), "constant", str(node.target)))
             builder.constants[node.name] = tensor
         elif node.target is operator.getitem:
@@ -151,6 +174,7 @@ def graph_from_fx(module: fx.GraphModule, name: str) -> tuple[Graph, dict[str, t
 
     Parameters under several names are merged into the first one and their gradients summed.
     """
+    functionalise(module)
     builder = Builder()
     for node in module.graph.nodes:
         if node.op == "placeholder":

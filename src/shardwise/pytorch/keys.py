@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .compat import COMPOSABLE_REGISTRY, COMPOSABLE_STATE
 from .state import refuse_alone
 
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
-_OWN = frozenset(nn.Module().__dict__) | {"_shardwise"}
+_OWN = frozenset(nn.Module().__dict__) | {"_shardwise", COMPOSABLE_STATE, COMPOSABLE_REGISTRY}
 """What every module has by itself; of these the training flag and the hooks count."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 3

@@ -32,7 +32,7 @@ from .keys import Key, mark, module_key
 from .materialise import materialise
 from .optimizers import retire
 from .program import LocalProgram
-from .state import add_hooks, as_dtensor, place_state, placements, plain_copy, tensors_of
+from .state import add_hooks, as_dtensor, copied, place_state, placements, plain_copy, tensors_of
 from .world import control_group, lost_ranks, world_size
 
 log = logging.getLogger("shardwise")
@@ -194,10 +194,21 @@ class ParallelModule(nn.Module):
             )
         return super()._apply(fn, recurse)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_is_fsdp_managed_module":  # what FullyShardedDataParallel does to a module first
+            raise UnsupportedError(
+                "a parallelized module needs no FullyShardedDataParallel: its parameters are spread over the ranks "
+                "where its plan says so; memory_limit= makes it spread more. Call it directly"
+            )
+        super().__setattr__(name, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A parallel module of its own, on the same ranks. Nothing is communicated."""
         found = object.__new__(type(self))
         memo[id(self)] = found
+        for _, _, _, tensor in tensors_of(self):
+            if isinstance(tensor, DTensor) and id(tensor) not in memo:
+                memo[id(tensor)] = copied(tensor)
         found.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return found
 

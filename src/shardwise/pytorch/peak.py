@@ -47,9 +47,24 @@ def peak_increase_bytes(step: Callable[[], Any], device: str = "cpu") -> int:
         events = json.loads(path.read_text())["traceEvents"]
     kind = 1 if device == "cuda" else 0  # c10::DeviceType
     found = [e for e in events if e.get("name") == "[memory]" and e["args"].get("Device Type") == kind]
+    return peak_of((int(e["args"]["Addr"]), int(e["args"]["Bytes"])) for e in sorted(found, key=lambda e: e["ts"]))
+
+
+def peak_of(events: Iterable[tuple[int, int]]) -> int:
+    """The largest running sum of allocations and (negative) releases, given as (address, bytes) in order of time.
+
+    The profiler misses what threads release that it does not watch, such as those of a process group. An address that
+    is given out again was released in between.
+    """
     level = peak = 0
-    for event in sorted(found, key=lambda e: e["ts"]):
-        level += int(event["args"]["Bytes"])
+    alive: dict[int, int] = {}
+    for address, nbytes in events:
+        if nbytes > 0:
+            level += nbytes - alive.get(address, 0)
+            alive[address] = nbytes
+        else:
+            level += nbytes
+            alive.pop(address, None)
         peak = max(peak, level)
     return peak
 

@@ -130,10 +130,11 @@ class _Step(torch.autograd.Function):
             paths = {i.value.name: i.path for i in forward.inputs}
             kept = [table[n].clone() if paths[n] in mutated else table[n] for n in program.phases.saved_inputs]
             ctx.save_for_backward(*results[count:], *kept)
+        differentiable = {t.path for t in program.graph.inputs_of("tangent")}
         plain = [
             t
             for t, o in zip(outputs, forward.outputs)
-            if t is not None and (o.kind == "mutation" or not (t.is_floating_point() or t.is_complex()))
+            if t is not None and (o.kind == "mutation" or o.path not in differentiable)
         ]
         ctx.mark_non_differentiable(*plain)
         return tuple(outputs)

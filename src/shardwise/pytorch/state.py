@@ -16,6 +16,7 @@ from ..errors import MismatchError, UnsupportedError
 from ..ir.placement import Layout, R, local_cuts
 from ..ir.placement import Shard as IrShard
 from .agreement import checksum
+from .compat import COMPOSABLE_STATE
 from .world import gather_objects
 
 
@@ -56,6 +57,16 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, to
             for name, tensor in table.items():
                 if tensor is not None:
                     yield f"{prefix}.{name}" if prefix else name, cast("dict[str, Any]", table), name, tensor
+
+
+def copied(tensor: DTensor) -> DTensor:
+    """A copy with its gradient. torch's own deepcopy takes a gradient that lies inside a buffer for a plain tensor."""
+    made: Any = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    if tensor.grad is not None:
+        made.grad = tensor.grad.detach().clone()
+    return made
 
 
 def place_state(module: nn.Module, mesh: DeviceMesh | None, layouts: dict[str, Layout]) -> list[torch.Tensor]:
@@ -169,9 +180,21 @@ def refuse_alone(module: nn.Module, args: Any) -> None:
         )
 
 
+class _NotComposable(dict):
+    """In the place where torch's composable parallelism looks first: the one place where it can be refused."""
+
+    def __contains__(self, key: object) -> bool:
+        name = getattr(key, "__name__", "another parallelism")
+        raise UnsupportedError(
+            f"{name} cannot be applied to a parallelized module or a part of it: its parameters are spread over the "
+            "ranks already, as its plan says. Use it as it is; memory_limit= makes the plan spread more"
+        )
+
+
 def add_hooks(module: nn.Module) -> None:
-    """Every submodule takes whole tensors when it loads, and refuses to be called alone."""
+    """Every submodule takes whole tensors when it loads, refuses to be called alone and to be spread again."""
     for sub in module.modules():
+        sub.__dict__.setdefault(COMPOSABLE_STATE, _NotComposable())
         sub.register_load_state_dict_pre_hook(load_pre_hook)
         if sub is not module:
             sub.register_forward_pre_hook(refuse_alone)
@@ -180,6 +203,8 @@ def add_hooks(module: nn.Module) -> None:
 def remove_hooks(module: nn.Module) -> None:
     """The inverse of `add_hooks`."""
     for sub in module.modules():
+        if isinstance(sub.__dict__.get(COMPOSABLE_STATE), _NotComposable):
+            del sub.__dict__[COMPOSABLE_STATE]
         for table in (sub._forward_pre_hooks, sub._load_state_dict_pre_hooks):
             for key, hook in list(table.items()):
                 if getattr(hook, "hook", hook) in (refuse_alone, load_pre_hook):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import InputError, LostRankError, MismatchError, ShardwiseError
 
 T = TypeVar("T")
+BEAT_S = 2.0
+"""Between two words of a rank for which the others wait: far below any timeout of a process group."""
 
 
 def has_group() -> bool:
@@ -111,6 +114,44 @@ def broadcast_object(item: Any) -> Any:
     box = [item]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def from_rank_0(work: Callable[[], T]) -> T:
+    """What `work` gives on rank 0, on every rank. The others wait for as long as it takes: while it works, rank 0 says
+    so every few seconds, since a silent wait would end at the process group's timeout. `work` calls no collective."""
+    if world_size() == 1:
+        return work()
+    if "gloo" not in str(dist.get_backend_config()):  # no word from a thread beside the GPU's stream
+        return broadcast_object(work() if rank() == 0 else None)
+    with lost_ranks("rank 0 worked for all"):
+        if rank() != 0:
+            while _say(torch.empty((), dtype=torch.int64)):
+                pass
+            return broadcast_object(None)
+        done = threading.Event()
+        voice = threading.Thread(target=_keep_saying, args=(done,), daemon=True)
+        voice.start()
+        try:
+            found = work()
+        finally:
+            done.set()
+            voice.join()
+        _say(torch.tensor(0))
+        return broadcast_object(found)
+
+
+def _say(word: torch.Tensor) -> int:
+    """Rank 0's word on every rank: 1 while it works."""
+    dist.broadcast(word, src=0)
+    return int(word)
+
+
+def _keep_saying(done: threading.Event) -> None:
+    while not done.wait(BEAT_S):
+        try:
+            _say(torch.tensor(1))
+        except RuntimeError:  # a rank is gone: whoever works finds out at the end
+            return
 
 
 def gather_objects(item: Any) -> list[Any]:

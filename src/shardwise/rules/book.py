@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
+from ..errors import CaptureError
 from ..ir import disk
 from ..ir.graph import Graph
 from ..ir.runner import Call, OperatorError, OpRunner, call_of
-from .discover import REFUSED
+from .discover import REFUSED, UNREPEATABLE
 from .proxy import fit_blocks, format_call, proxy_of, stand_ins
 from .rule import DimRef, Rule
 from .sandbox import discover_all
@@ -154,5 +155,13 @@ class RuleBook:
     def of_graph(
         self, graph: Graph, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> tuple[Rule, ...]:
-        """The rule of every node of a graph, in order."""
-        return tuple(self.find((call_of(node, graph.values)[0] for node in graph.nodes), progress))
+        """The rule of every node of a graph, in order. Raises CaptureError for one that draws random numbers."""
+        found = tuple(self.find((call_of(node, graph.values)[0] for node in graph.nodes), progress))
+        for node, rule in zip(graph.nodes, found):
+            if rule.found_on == UNREPEATABLE:
+                raise CaptureError(
+                    f"{node.op} (at {node.source or 'an unknown line'}) makes other results of the same operands every "
+                    "time, so the ranks would train on different numbers. If it draws random numbers, draw with the "
+                    "framework's own operators (docs/random.md), and hand the numbers in"
+                )
+        return found

@@ -30,6 +30,8 @@ from .rule import DimRef, Factor, OperandRole, ResultRole, Rule
 
 REFUSED = "no input accepted"
 """`found_on` of a stand-in that the operator refuses to run."""
+UNREPEATABLE = "other results every time"
+"""`found_on` of an operator that makes other results from the same operands: it draws random numbers."""
 REDUCTION_ORDER = ("same", "sum", "max", "min", "prod")
 
 T = TypeVar("T")
@@ -72,7 +74,7 @@ def discover(call: Call, runner: OpRunner, attempt: Attempt = directly) -> Rule:
     """The rule of a proxy call. `sandbox.discover_all` gives attempts that survive crashes."""
     subject = _subject(call, runner, attempt)
     if subject is None:
-        return Rule(found_on=REFUSED)
+        return Rule(found_on=UNREPEATABLE if attempt("again", partial(_draws, call, runner)) else REFUSED)
     found: list[Factor] = []
     failed: list[Group] = []
     for group in find_groups(call, runner):
@@ -125,6 +127,19 @@ def _subject(call: Call, runner: OpRunner, attempt: Attempt) -> Subject | None:
         if trials and len(trials) == len(KINDS):
             break
     return best
+
+
+def _draws(call: Call, runner: OpRunner) -> bool:
+    """Whether an operator that made no trial makes other results of the same operands every time."""
+    rng = np.random.default_rng(5)
+    for int_range in index_ranges(call, runner) if has_integers(call) else [0]:
+        operands = [draw(meta, "positive", int_range, rng) for meta in call.operands]
+        try:
+            first, again = (runner.run(call, operands) for _ in range(2))
+        except OperatorError:
+            continue
+        return not all(b is not None and close(a, b) for a, b in zip(first, again) if a is not None)
+    return False
 
 
 def _trials(call: Call, int_range: int, runner: OpRunner) -> list[Trial]:

@@ -1,9 +1,10 @@
 """The backward of a program some of whose outputs receive no gradient.
 
 Autograd would fill the missing gradients with zeros of the outputs' sizes and multiply them through. Here they are
-followed through the graph instead: where the rule of a node says that it is linear in operands that are all zero, its
-results are zero. Such nodes are dropped, gradients that are zero do not exist (as in eager PyTorch), and a zero that
-something else reads (a sum of two gradients) becomes an input of kind "zero", which takes no memory.
+followed through the graph instead: where no gradient comes to a node, none leaves it, as in eager PyTorch, which does
+not call it; and where its rule says that it is linear in operands that are all zero, its results are zero. Such nodes
+are dropped, gradients that are zero do not exist (as in eager PyTorch), and a zero that something else reads (a sum of
+two gradients) becomes an input of kind "zero", which takes no memory.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ def prune(
 ) -> tuple[Graph, tuple[Rule, ...], Plan]:
     """Graph, rules and plan without the tangents of the outputs at the paths `absent`. Forward stays as it is."""
     zeros = {i.value.name for i in graph.inputs_of("tangent") if i.path in absent}
+    flows = {i.value.name for i in graph.inputs_of("tangent")}
     alive: list[tuple[Node, Rule, NodePlan]] = []
     for node, rule, chosen in zip(graph.nodes, rules, plan.nodes):
-        if _is_zero(node, rule, zeros):
+        gradients = flows.intersection(node.operands)
+        if gradients:
+            flows.update(v.name for v in node.results if v is not None)
+        if (gradients and gradients <= zeros) or _is_zero(node, rule, zeros):
             zeros.update(v.name for v in node.results if v is not None)
         else:
             alive.append((node, rule, chosen))
