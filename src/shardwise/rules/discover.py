@@ -23,7 +23,7 @@ import numpy as np
 
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
 from .classes import Group, find_groups, resize, result_growth
-from .combine import adds_up, concatenates, reductions, take
+from .combine import adds_up, close, concatenates, reductions, take
 from .draws import KINDS, Trial, UnsteadyError, draw, has_integers, index_ranges, trial
 from .indexed import indexed_factors
 from .rule import DimRef, Factor, OperandRole, ResultRole, Rule

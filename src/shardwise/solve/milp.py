@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
+# The solver itself: highspy.Highs registers callbacks, and that prints a banner before it can be silenced.
+from highspy._core import _Highs
+
 INFINITY = float("inf")
 
 
@@ -123,9 +126,9 @@ class GrowingProgram:
         return _read(whole, self.columns)
 
 
-def _single_threaded(max_nodes: int = 20_000, gap: float = 0.0) -> highspy._Highs:
+def _single_threaded(max_nodes: int = 20_000, gap: float = 0.0) -> _Highs:
     """A silent solver that does the same on every run."""
-    solver = highspy._Highs()  # Highs() registers callbacks, and that prints a banner before it can be silenced
+    solver = _Highs()
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("random_seed", 0)
@@ -135,7 +138,7 @@ def _single_threaded(max_nodes: int = 20_000, gap: float = 0.0) -> highspy._High
     return solver
 
 
-def _read(solver: highspy._Highs, columns: int) -> Solution:
+def _read(solver: _Highs, columns: int) -> Solution:
     """What a solver that has run knows."""
     status = solver.getModelStatus()
     info = solver.getInfo()
