@@ -67,7 +67,8 @@ def check(rank, world):
     got = collectives.all_reduce(turned, group, "sum", in_place=True).wait()
     assert torch.equal(got, world * torch.arange(12.0).reshape(3, 4).t())
     mixed = [torch.full((3,), 1.0 + rank), torch.full((2, 2), 2.0), torch.zeros(0)]
-    got = [p.wait() for p in collectives.all_reduce_many(mixed, group, "sum")]
+    buffer, shapes = torch.cat([t.reshape(-1) for t in mixed]), [t.shape for t in mixed]
+    got = [p.wait() for p in collectives.all_reduce_many(buffer, shapes, group, "sum")]
     assert torch.equal(got[0], torch.full((3,), sum(1.0 + r for r in range(world))))
     assert torch.equal(got[1], torch.full((2, 2), 2.0 * world)) and got[2].shape == (0,)
     return done
