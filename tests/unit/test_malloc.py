@@ -1,5 +1,6 @@
 """malloc keeps what is freed, unless the user has tuned it."""
 
+import os
 import subprocess
 import sys
 
@@ -7,37 +8,36 @@ import pytest
 
 from shardwise.cpu import malloc
 
-FAULTS = """
-import resource, torch
+KEPT = """
+import torch
 from shardwise.cpu.malloc import keep_freed_memory
-kept = {call}
-def step():
-    tensors = [torch.ones(1 << 20) for _ in range(8)]
-for _ in range(3): step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10): step()
-print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+done = {call}
+def resident_bytes():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+before = resident_bytes()
+block = torch.ones(6 << 20)
+del block
+print(done, resident_bytes() - before)
 """
+BLOCK_BYTES = 24 << 20
 
 
-def faults(call: str, **env: str) -> tuple[str, int]:
-    """(what the call returned, page faults of ten steps that fill 32 MiB each: 8,192 pages)."""
-    import os
-
+def kept_bytes(call: str, **env: str) -> tuple[str, int]:
+    """(what the call returned, bytes that stay resident of a block of 24 MiB that was filled and freed)."""
     clean = {k: v for k, v in os.environ.items() if k not in malloc.SETTINGS}
-    code = FAULTS.format(call=call)
+    code = KEPT.format(call=call)
     run = subprocess.run([sys.executable, "-c", code], env=clean | env, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    kept, count = run.stdout.split()
-    return kept, int(count)
+    done, count = run.stdout.split()
+    return done, int(count)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is on Linux alone")
-def test_steps_do_not_fault_their_pages_in_again():
-    kept, count = faults("keep_freed_memory()")
-    assert kept == "True" and count < 8192, "less than one step's pages in ten steps"
-    assert faults("None")[1] > 4 * 8192
+def test_freed_memory_stays():
+    done, count = kept_bytes("keep_freed_memory()")
+    assert done == "True" and count > 0.9 * BLOCK_BYTES
+    assert kept_bytes("None")[1] < 0.5 * BLOCK_BYTES
 
 
 def test_tuned_malloc_is_left_alone():
-    assert faults("keep_freed_memory()", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
+    assert kept_bytes("keep_freed_memory()", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"

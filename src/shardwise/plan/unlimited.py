@@ -87,7 +87,7 @@ def _near(search: Search, reduced: Network, ascent: Ascent) -> bool:
     """A plan of a large network from the prices, and the program of what it leaves if that is small."""
     low = ascent.bound()
     upper = search.offer(_mended(search.problem, reduced, ascent.folded, dive(ascent))).seconds * MICRO
-    narrowed = narrow(ascent, upper - low + GAP * abs(low))
+    narrowed = tighten(ascent, upper - low + GAP * abs(low))
     if _count(narrowed) > MOST_PAIRS:
         return True
     form = Formulation(search.problem, reduced, narrowed, limited=False, start=_pairs(narrowed))
@@ -135,7 +135,7 @@ def _prove(search: Search, network: Network, reduced: Network, folded: Folded) -
     return certify(network, reduced, folded, *form.prices(relaxed.duals))
 
 
-def narrow(ascent: Ascent, within: float) -> Folded:
+def tighten(ascent: Ascent, within: float) -> Folded:
     """What plans can have that cost at most the bound plus `within`."""
     keep = ascent.keep(within)
     narrowed = restrict(ascent.folded, keep)
@@ -165,7 +165,7 @@ def _exact(search: Search, reduced: Network, ascent: Ascent, within: float) -> b
         within = min(within, upper - low) + GAP * abs(low) + 1e-6
         if within >= most:
             return None
-        narrowed = narrow(ascent, within)
+        narrowed = tighten(ascent, within)
         if _count(narrowed) > MOST_EXACT:
             most = within
             within /= SHRINK
