@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from ..errors import CaptureError, InputError
 from ..ir.graph import Graph
 from .compat import FakeTensorMode, ValueLess, aot_export_joint_with_descriptors
+from .flat import TENSOR, Flat
 from .from_fx import graph_from_fx
-from .observe import Observer
-from .random import RandomState, random_decompositions
+from .random import random_decompositions
 
 
 @dataclass
@@ -41,39 +41,6 @@ class Program:
     """Value name -> tensor, for inputs of kind "constant"."""
     training: bool = True
     """Whether gradients are computed."""
-
-
-class _Tensor:
-    def __repr__(self) -> str:
-        return "TENSOR"
-
-
-TENSOR = _Tensor()
-"""Stands for a computed tensor among `Program.out_leaves`."""
-
-
-class _Flat(nn.Module):
-    """Calls the module with the tensors among its flattened arguments; remembers the structure of what it returns."""
-
-    def __init__(self, module: nn.Module, leaves: list[Any], tensor_leaves: tuple[int, ...], spec: pytree.TreeSpec):
-        super().__init__()
-        self.module = module
-        self.leaves = leaves
-        self.positions = tensor_leaves
-        self.spec = spec
-        self.out_spec: pytree.TreeSpec | None = None
-        self.out_leaves: tuple[Any, ...] = ()
-        self.random = RandomState()
-
-    def forward(self, seed: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        leaves = list(self.leaves)
-        for position, tensor in zip(self.positions, tensors):
-            leaves[position] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with self.random.bind(seed), Observer():
-            out, self.out_spec = pytree.tree_flatten(self.module.forward(*args, **kwargs))
-        self.out_leaves = tuple(TENSOR if isinstance(o, torch.Tensor) else o for o in out)
-        return tuple(o for o in out if isinstance(o, torch.Tensor))
 
 
 @contextlib.contextmanager
@@ -145,7 +112,7 @@ def capture(
     inner = fake_module(module, mode, device)
     inner.__class__ = original_class(module)
     tensors = [fake_like(leaves[k], mode, device) for k in positions]
-    flat = _Flat(inner, leaves, positions, spec)
+    flat = Flat(inner, leaves, positions, spec)
     flat.training = module.training
     if training is None:
         wants = any(p.requires_grad for p in module.parameters()) or any(t.requires_grad for t in tensors)
@@ -154,12 +121,15 @@ def capture(
         seed = torch.empty((), dtype=torch.int64, device=device)
     graph_module = _trace(module, flat, (seed, *tensors), mode, training)
     assert flat.out_spec is not None
-    graph, constants = graph_from_fx(graph_module, type(module).__name__)
+    try:
+        graph, constants = graph_from_fx(graph_module, type(module).__name__)
+    except TypeError as error:
+        raise CaptureError(f"{type(module).__name__} cannot be captured: {error}") from error
     return Program(graph, spec, positions, flat.out_spec, flat.out_leaves, constants, training)
 
 
 def _trace(
-    module: nn.Module, flat: _Flat, tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode, training: bool
+    module: nn.Module, flat: Flat, tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode, training: bool
 ) -> torch.fx.GraphModule:
     if not training:
         for tensor in [*flat.parameters(), *flat.buffers(), *tensors]:
@@ -171,6 +141,8 @@ def _trace(
                 stack, flat, tensors, decompositions=random_decompositions(flat.random)
             )
             return joint.graph_module
+    except CaptureError:
+        raise
     except Exception as error:
         what = f"{type(error).__name__}: {_first_line(error)}{_user_line(error)}"
         if rejection := _rejection(module, flat, tensors, mode):
@@ -180,7 +152,7 @@ def _trace(
         raise CaptureError(f"{type(module).__name__} cannot be captured: {what}") from error
 
 
-def _rejection(module: nn.Module, flat: _Flat, tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> str | None:
+def _rejection(module: nn.Module, flat: Flat, tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> str | None:
     """What the model says against the example where it is called without a tracer; None where it takes it.
 
     Fake tensors have no values: a model that asks for one fails for that reason, not for the example.
@@ -216,3 +188,6 @@ def _user_line(error: BaseException) -> str:
             place = f" (at {name}:{trace.tb_lineno} in {trace.tb_frame.f_code.co_name})"
         trace = trace.tb_next
     return place
+
+
+__all__ = ["TENSOR", "Program", "capture"]

@@ -15,7 +15,11 @@ from torch._decomp import decomposition_table
 
 # AOTAutograd's joint export is the only capture that gives forward and backward as one graph with descriptors.
 from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
     BufferAOTInput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
@@ -54,6 +58,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 __all__ = [
     "COMPOSABLE_REGISTRY",
     "COMPOSABLE_STATE",
+    "TOKENS",
     "AliasView",
     "AsStridedView",
     "BufferAOTInput",
@@ -92,6 +97,10 @@ __all__ = [
     "unwrap_functional",
     "written_arguments",
 ]
+
+
+TOKENS = (BackwardTokenAOTInput, BackwardTokenAOTOutput, ForwardTokenAOTInput, ForwardTokenAOTOutput)
+"""What orders operators that are run for their effect: inputs and outputs that are no tensors of the model's."""
 
 
 def arguments_of(op: OpOverload) -> list[Any]:

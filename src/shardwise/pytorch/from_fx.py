@@ -13,6 +13,7 @@ from ..errors import CaptureError
 from ..ir.graph import BACKWARD, FORWARD, Arg, Graph, Input, Node, Output, Ref, Value, map_arg
 from ..ir.passes import fix_aliases
 from .compat import (
+    TOKENS,
     BufferAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -23,6 +24,7 @@ from .compat import (
     TangentAOTInput,
     storage_key,
 )
+from .effects import without_checks
 from .mutable import functionalise
 from .observe import REGION, SOURCE
 from .operators import dtype_name, op_name, to_arg
@@ -175,9 +177,10 @@ def graph_from_fx(module: fx.GraphModule, name: str) -> tuple[Graph, dict[str, t
     Parameters under several names are merged into the first one and their gradients summed.
     """
     functionalise(module)
+    without_checks(module)
     builder = Builder()
     for node in module.graph.nodes:
-        if node.op == "placeholder":
+        if node.op == "placeholder" and not isinstance(node.meta["desc"], TOKENS):
             kind, path = _input_kind(node.meta["desc"])
             builder.inputs.append(Input(builder.value(node.name, node.meta["val"]), kind, path))
     output = _read_nodes(builder, module)
@@ -211,12 +214,17 @@ def _output_path(desc: Any) -> str:
 
 
 def _output_kind(desc: Any) -> tuple[str, str] | None:
-    if desc is None:
+    if desc is None or isinstance(desc, TOKENS):
         return None
     if isinstance(desc, PlainAOTOutput):
         return "output", str(desc.idx)
     if isinstance(desc, InputMutationAOTOutput):
         kind, path = _input_kind(desc.mutated_input)
+        if kind == "parameter":
+            raise CaptureError(
+                f"forward writes into the parameter {path} (as the max_norm of an embedding does), which only an "
+                "optimizer may do here. Change it between steps, under torch.no_grad()"
+            )
         return "mutation", path if kind != "input" else f"input {path}"
     if isinstance(desc, GradAOTOutput):
         kind, path = _input_kind(desc.grad_of)
