@@ -31,7 +31,7 @@ class Program:
     """A captured step: the graph, and how it meets arguments and outputs."""
 
     graph: Graph
-    blocks: dict[int, Block]
+    blocks: tuple[Block, ...]
     constants: dict[str, Any]
     in_tree: Any
     arrays: tuple[int, ...]
@@ -48,6 +48,8 @@ class Program:
     """Path of every array argument."""
     state: frozenset[str] = field(default_factory=frozenset)
     """Paths of arguments that come back as outputs."""
+    donated: tuple[int, ...] = ()
+    """Numbers of the array arguments whose memory the step may use: those that the user's own jit donates."""
 
 
 class _Array:
@@ -152,7 +154,7 @@ def _program(step: Any, closed: Any, shape: _Shape) -> Program:
     graph = Graph(inputs, tuple(builder.nodes), tuple(outputs), _name(step), "capture", tuple(builder.ties))
     return Program(
         mark_views(graph),
-        builder.blocks,
+        tuple(builder.blocks),
         builder.constants,
         shape.in_tree,
         shape.arrays,
@@ -163,6 +165,7 @@ def _program(step: Any, closed: Any, shape: _Shape) -> Program:
         tuple(a.dtype for a in out_avals),
         shape.names,
         state,
+        compat.donated(closed.jaxpr),
     )
 
 

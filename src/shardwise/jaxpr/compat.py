@@ -88,3 +88,26 @@ def closed_call(call: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
     """The jaxpr of a function of arrays."""
     return jax.make_jaxpr(call)(*avals)
 
+
+
+def is_key_type(dtype: Any) -> bool:
+    """Whether a dtype is that of PRNG keys."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_implementation(dtype: Any) -> str:
+    """The name under which jax knows the generator of a key dtype."""
+    return dtype._impl.name
+
+
+def donated(jaxpr: Jaxpr) -> tuple[int, ...]:
+    """Numbers of the inputs that a function under jax.jit donates: it is one equation, which says so."""
+    calls = [e for e in jaxpr.eqns if e.primitive.name == "jit" and any(e.params.get("donated_invars", ()))]
+    number = {v: k for k, v in enumerate(jaxpr.invars)}
+    found = {
+        number[v]
+        for e in calls
+        for v, flag in zip(e.invars, e.params["donated_invars"])
+        if flag and not isinstance(v, JaxprLiteral) and v in number
+    }
+    return tuple(sorted(found))

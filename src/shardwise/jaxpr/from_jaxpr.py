@@ -38,7 +38,7 @@ _PLACES = ("out_sharding", "sharding")
 """Parameters in which a mesh of the user's own would stand: the plan decides."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Block:
     """A loop or a conditional: ranges of nodes, and the values on its border."""
 
@@ -63,8 +63,7 @@ class Builder:
     inputs: list[Input] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     ties: list[tuple[str, str]] = field(default_factory=list)
-    blocks: dict[int, Block] = field(default_factory=dict)
-    """First node of a block -> the block."""
+    blocks: list[Block] = field(default_factory=list)
     constants: dict[str, Any] = field(default_factory=dict)
     turned: bool = False
     """Whether backward has begun: what comes behind it, such as the optimizer, belongs to it."""
@@ -219,7 +218,7 @@ class Builder:
     def finish(self, block: Block, results: list[str]) -> list[Arg]:
         """Notes where a block ends."""
         block.end = len(self.nodes)
-        self.blocks[block.start] = block
+        self.blocks.append(block)
         return [Ref(name) for name in results]
 
     def loop(self, eqn: Any, args: list[Arg], where: Where) -> list[Arg]:
