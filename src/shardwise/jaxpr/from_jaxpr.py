@@ -16,7 +16,7 @@ numbers are inlined as the raw data they stand for (`keys.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +54,11 @@ class Block:
     path: tuple[str, ...] = ()
     """`loop` of the nodes of every part."""
     predicate: str = ""
+
+    def renumbered(self, place: Callable[[int], int]) -> Block:
+        """The block where its nodes have other numbers."""
+        parts = tuple((place(a), place(b)) for a, b in self.parts)
+        return replace(self, start=place(self.start), end=place(self.end), parts=parts)
 
 
 @dataclass

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..cluster import Cluster
+from ..ir.graph import Node
 from ..ir.placement import Layout
 from ..plan.plan import Plan, make_plan
 from ..plan.planner import optimise
 from ..plan.problem import Settings, build_problem
 from ..plan.store import load_plan, plan_key, save_plan
 from ..rules.book import RuleBook
+from ..rules.pointwise import fuse_pointwise
 from ..rules.rule import Rule
 from .capture import Program
 from .flops import count_flops
+from .from_jaxpr import BARRIER
 from .rules import jax_book, rules_of_graph
 
 Progress = Callable[[str, int, int], None]
@@ -61,18 +64,41 @@ def settings_for(wanted: Wanted, shape: tuple[int, ...]) -> Settings:
     )
 
 
+def joined(program: Program, rules: tuple[Rule, ...]) -> tuple[Program, tuple[Rule, ...], dict[str, float]]:
+    """The program with pointwise nodes joined, its rules, and the floating-point operations of its nodes."""
+    graph = program.graph
+    early = frozenset(o.name for o in graph.outputs_of("update") if o.name is not None)
+    ranges = tuple((b.start, b.end) for b in program.blocks)
+    fused, new_rules, made_of = fuse_pointwise(graph, rules, _may_join, early, ranges)
+    each = count_flops(graph)
+    flops = {n.name: sum(each.get(graph.nodes[k].name, 0.0) for k in made_of[j]) for j, n in enumerate(fused.nodes)}
+    begins = [min(made_of[j]) if len(made_of[j]) == 1 else max(made_of[j]) for j in range(len(fused.nodes))]
+
+    def place(old: int) -> int:
+        """The first node that stood there or behind."""
+        return next((j for j, first in enumerate(begins) if first >= old), len(begins))
+
+    blocks = tuple(b.renumbered(place) for b in program.blocks)
+    return replace(program, graph=fused, blocks=blocks), new_rules, {n: f for n, f in flops.items() if f}
+
+
+def _may_join(node: Node) -> bool:
+    return node.op.startswith("jax.") and node.op != BARRIER
+
+
 def plan_step(program: Program, wanted: Wanted) -> Planned:
     """Rules and plan, on the best of the mesh shapes."""
     start = time.perf_counter()
     book = wanted.book or jax_book(wanted.use_disk)
     graph = program.graph
     rules = rules_of_graph(graph, book, lambda done, total: wanted.progress("rules", done, total))
+    program, rules, flops = joined(program, rules)
+    graph = program.graph
     rules_s = time.perf_counter() - start
     settings = [settings_for(wanted, shape) for shape in wanted.shapes]
     key = plan_key(graph, rules, wanted.cluster, settings)
     best = load_plan(key) if wanted.use_disk else None
     if best is None:
-        flops = count_flops(graph)
         for done, setting in enumerate(settings):
             wanted.progress("plan", done, len(settings))
             problem = build_problem(graph, rules, wanted.cluster, setting, flops)

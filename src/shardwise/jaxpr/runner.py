@@ -15,7 +15,9 @@ import jax
 import numpy as np
 
 from ..ir.graph import Arg, Graph, Literal, Path, Ref, leaves
-from ..ir.runner import Call, OperatorError, TensorMeta, ViewOf
+from ..ir.runner import Call, OperatorError, TensorMeta, ViewOf, call_of
+from ..ir.text import parse_graph
+from ..rules.pointwise import FUSED
 from . import compat
 from .compat import ClosedJaxpr
 from .params import dtype_name, dtype_of, from_arg, scalar_of, shape_struct
@@ -62,12 +64,37 @@ class JaxRunner:
 def bind(call: Call, operands: Iterable[Any]) -> list[Any]:
     """The results of a primitive on arrays of jax."""
     operands = list(operands)
+    if call.op == FUSED:
+        return _body(call, operands)
     wider = any(dtype_of(m.dtype) == np.float64 for m in call.operands)
     values = [operands[int(a.name)] if isinstance(a, Ref) else scalar_of(_literal(a), wider) for a in call.args]
     params = parameters(call)
     primitive = compat.primitive_of(call.op.removeprefix("jax."))
     found = primitive.bind(*values, **params)
     return list(found) if primitive.multiple_results else [found]
+
+
+def _body(call: Call, operands: list[Any]) -> list[Any]:
+    """The results of a joined node: its primitives one after the other."""
+    body = _parsed(dict(call.kwargs)["body"])
+    wider = any(dtype_of(m.dtype) == np.float64 for m in call.operands)
+    given = [operands[int(a.name)] if isinstance(a, Ref) else scalar_of(_literal(a), wider) for a in call.args]
+    return _run_graph(body, given)
+
+
+def _run_graph(graph: Graph, given: list[Any]) -> list[Any]:
+    """The outputs of a graph of primitives."""
+    values = dict(zip((i.value.name for i in graph.inputs), given))
+    for node in graph.nodes:
+        here, names = call_of(node, graph.values)
+        results = bind(here, [values[n] for n in names])
+        values.update((v.name, r) for v, r in zip(node.results, results) if v is not None)
+    return [values[o.name] for o in graph.outputs if o.name is not None]
+
+
+@lru_cache(maxsize=1 << 12)
+def _parsed(body: Arg) -> Graph:
+    return parse_graph(_literal(body).text)
 
 
 def _literal(arg: Arg) -> Literal:
@@ -83,17 +110,9 @@ def parameters(call: Call) -> dict[str, Any]:
 def jaxpr_of(graph: Graph) -> ClosedJaxpr:
     """A graph as a jaxpr: the inverse of `from_jaxpr.graph_of`."""
 
-    def function(*args: Any) -> list[Any]:
-        values = dict(zip((i.value.name for i in graph.inputs), args))
-        for node in graph.nodes:
-            metas = tuple(TensorMeta(graph.values[n].shape, graph.values[n].dtype) for n in node.operands)
-            names = {name: str(k) for k, name in enumerate(node.operands)}
-            local = tuple(Ref(names[a.name]) if isinstance(a, Ref) else a for a in node.args)
-            results = bind(Call(node.op, metas, local, node.kwargs), [values[n] for n in node.operands])
-            values.update((v.name, r) for v, r in zip(node.results, results) if v is not None)
-        return [values[o.name] for o in graph.outputs if o.name is not None]
-
-    return compat.closed_call(function, *(shape_struct(i.value) for i in graph.inputs))
+    return compat.closed_call(
+        lambda *args: _run_graph(graph, list(args)), *(shape_struct(i.value) for i in graph.inputs)
+    )
 
 
 @lru_cache(maxsize=1 << 14)
