@@ -68,12 +68,16 @@ def is_array(leaf: Any, argument: bool = False) -> bool:
 
 
 def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array."""
+    """Shape and dtype of an array; a Python number gives way to the dtypes of arrays, as under jax.jit."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    if isinstance(leaf, jax.Array) and compat.is_key(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    if isinstance(leaf, bool | int | float | complex):
-        leaf = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype).type(leaf)
-    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    weak = isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic)
+    dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype, weak_type=weak)
 
 
 def check_step(step: Any) -> None:

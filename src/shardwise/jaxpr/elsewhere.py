@@ -13,11 +13,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
+from ..errors import PlanError
 from ..ir.graph import Graph, Input, Node, Ref, Value, leaves, replace_leaves
 from ..ir.runner import Call, OpRunner, call_of
 from ..ir.text import format_graph, parse_graph
 from ..rules.rule import Rule
-from ..rules.sandbox import CRASHED, discover_all
+from ..rules.sandbox import discover_all
 
 Progress = Callable[[int, int], None]
 
@@ -42,7 +43,12 @@ def discover_elsewhere(
         finally:
             if process.poll() is None and len(rules) < len(calls):
                 process.terminate()
-    return [rules.get(k, CRASHED) for k in range(len(calls))]
+    if len(rules) < len(calls):
+        raise PlanError(
+            f"the process that finds rules ended early (exit code {process.returncode}) after {len(rules)} of "
+            f"{len(calls)}; its last words stand above"
+        )
+    return [rules[k] for k in range(len(calls))]
 
 
 def write_call(call: Call) -> str:

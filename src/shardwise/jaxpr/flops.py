@@ -1,4 +1,4 @@
-"""Floating-point operations of every node, by the compiler's own analysis of the primitive; nothing is compiled."""
+"""Floating-point operations of every node; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -8,15 +8,26 @@ import jax
 
 from ..ir.graph import Graph
 from ..ir.runner import Call, call_of
+from ..rules.pointwise import pointwise_shape
+from ..rules.rule import Rule
 from .params import dtype_of
 from .runner import bind
 
 
-def count_flops(graph: Graph) -> dict[str, float]:
-    """Node name -> floating-point operations of the whole, unsplit operator, each time it runs."""
+def count_flops(graph: Graph, rules: tuple[Rule, ...]) -> dict[str, float]:
+    """Node name -> floating-point operations of the whole, unsplit operator, each time it runs.
+
+    One for every element where the rule says that the node is pointwise; else what the compiler's own analysis of the
+    primitive says.
+    """
     found = {}
-    for node in graph.nodes:
-        if node.op.startswith("jax."):
+    for node, rule in zip(graph.nodes, rules):
+        made = [v for v in node.results if v is not None]
+        if not made or not made[0].dtype.startswith(("float", "bfloat", "complex")):
+            continue
+        if pointwise_shape(graph, node, rule) is not None:
+            found[node.name] = float(made[0].numel)
+        elif node.op.startswith("jax.") and any(v.alias is None for v in made):
             flops = _flops(call_of(node, graph.values)[0])
             if flops:
                 found[node.name] = flops

@@ -55,10 +55,14 @@ class Block:
     """`loop` of the nodes of every part."""
     predicate: str = ""
 
-    def renumbered(self, place: Callable[[int], int]) -> Block:
-        """The block where its nodes have other numbers."""
-        parts = tuple((place(a), place(b)) for a, b in self.parts)
-        return replace(self, start=place(self.start), end=place(self.end), parts=parts)
+    def renumbered(self, place: Callable[[int, int], tuple[int, int] | None]) -> Block:
+        """The block where its nodes have other numbers: `place` gives the new range of an old one, if it has nodes."""
+        start, end = place(self.start, self.end) or (self.start, self.start)
+        parts, here = [], start
+        for a, b in self.parts:
+            parts.append(place(a, b) or (here, here))
+            here = parts[-1][1]
+        return replace(self, start=start, end=end, parts=tuple(parts))
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
     dtypes          Literal("dtype", "float32")
     enum members    Literal("enum", "jax._src.lax.slicing:GatherScatterMode.CLIP")
-    named tuples    [Literal("class", "jax._src.lax.slicing:GatherDimensionNumbers"), field, ...]
+    named tuples    [Literal("tuple", "jax._src.lax.slicing:GatherDimensionNumbers"), field, ...]
     jaxprs          Literal("jaxpr", the printed graph)
     scalar operands Literal("float32", "2.0"): its dtype and its value
 """
@@ -53,7 +53,7 @@ def to_arg(value: Any, graph_of: Callable[[ClosedJaxpr], Graph]) -> Arg:
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return Literal("dtype", dtype_name(value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return (Literal("class", _place(type(value))), *(to_arg(item, graph_of) for item in value))
+        return (Literal("tuple", _place(type(value))), *(to_arg(item, graph_of) for item in value))
     if isinstance(value, tuple | list):
         return tuple(to_arg(item, graph_of) for item in value)
     if isinstance(value, Jaxpr):
@@ -70,7 +70,7 @@ def _place(kind: type) -> str:
 def from_arg(arg: Arg, jaxpr_of: Callable[[Graph], ClosedJaxpr]) -> Any:
     """The inverse of `to_arg`."""
     if isinstance(arg, tuple):
-        if arg and isinstance(arg[0], Literal) and arg[0].kind == "class":
+        if arg and isinstance(arg[0], Literal) and arg[0].kind == "tuple":
             return _find(arg[0].text)(*(from_arg(item, jaxpr_of) for item in arg[1:]))
         return tuple(from_arg(item, jaxpr_of) for item in arg)
     if isinstance(arg, Literal):

@@ -70,15 +70,16 @@ def joined(program: Program, rules: tuple[Rule, ...]) -> tuple[Program, tuple[Ru
     early = frozenset(o.name for o in graph.outputs_of("update") if o.name is not None)
     ranges = tuple((b.start, b.end) for b in program.blocks)
     fused, new_rules, made_of = fuse_pointwise(graph, rules, _may_join, early, ranges)
-    each = count_flops(graph)
+    each = count_flops(graph, rules)
     flops = {n.name: sum(each.get(graph.nodes[k].name, 0.0) for k in made_of[j]) for j, n in enumerate(fused.nodes)}
-    begins = [min(made_of[j]) if len(made_of[j]) == 1 else max(made_of[j]) for j in range(len(fused.nodes))]
+    now = {old: j for j, members in made_of.items() for old in members}
 
-    def place(old: int) -> int:
-        """The first node that stood there or behind."""
-        return next((j for j, first in enumerate(begins) if first >= old), len(begins))
+    def place(first: int, last: int) -> tuple[int, int] | None:
+        found = [now[old] for old in range(first, last)]
+        return (min(found), max(found) + 1) if found else None
 
     blocks = tuple(b.renumbered(place) for b in program.blocks)
+    assert all(fused.nodes[k].loop.startswith(b.path[0]) for b in blocks if b.kind == "scan" for k in range(*b.parts[0]))
     return replace(program, graph=fused, blocks=blocks), new_rules, {n: f for n, f in flops.items() if f}
 
 

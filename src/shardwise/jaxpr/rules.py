@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..ir.graph import Graph, Literal, Ref
+from ..ir.graph import Arg, Graph, Literal, Ref
 from ..ir.runner import Call, TensorMeta, call_of
 from ..rules.book import RuleBook
 from ..rules.rule import Rule
 from .elsewhere import discover_elsewhere
-from .params import dtype_of
 from .runner import JaxRunner
 
 Progress = Callable[[int, int], None]
@@ -33,24 +32,37 @@ def rules_of_graph(graph: Graph, book: RuleBook, progress: Progress = lambda don
 
 
 def _lifted(call: Call) -> tuple[Call, tuple[int, ...]]:
-    """The call with its numbers as operands behind the others, and where these stand among the operands."""
-    args, operands = list(call.args), list(call.operands)
-    if not operands:
+    """The call with its numbers as operands, in order of appearance, and where these stand among the operands."""
+    if not call.operands:
         return call, ()
+    args: list[Arg] = []
+    operands: list[TensorMeta] = []
     places = []
-    for k, arg in enumerate(args):
-        if isinstance(arg, Literal) and arg.kind.startswith(("float", "bfloat")) and dtype_of(arg.kind).kind != "O":
-            args[k] = Ref(str(len(operands)))
+    for arg in call.args:
+        if isinstance(arg, Ref):
+            operands.append(call.operands[int(arg.name)])
+        elif isinstance(arg, Literal) and arg.kind.startswith(("float", "bfloat")):
             places.append(len(operands))
             operands.append(TensorMeta((), arg.kind))
+        else:
+            args.append(arg)
+            continue
+        args.append(Ref(str(len(operands) - 1)))
     return Call(call.op, tuple(operands), tuple(args), call.kwargs), tuple(places)
 
 
 def _lowered(rule: Rule, places: tuple[int, ...]) -> Rule:
     """The rule without the operands that are numbers: what asks for something of them cannot be had."""
-    first = places[0]
+    count = max((len(f.operands) for f in rule.factors), default=0)
+    left = [k for k in range(count) if k not in places]
     factors = [
-        replace(f, operands=f.operands[:first]) for f in rule.factors if all(f.operands[p] is None for p in places)
+        replace(f, operands=tuple(f.operands[k] for k in left))
+        for f in rule.factors
+        if all(f.operands[p] is None for p in places) and f.index is None
     ]
-    linear = tuple(g for g in rule.linear if not set(g) & set(places))
+
+    def number(k: int) -> int:
+        return k - sum(p < k for p in places)
+
+    linear = tuple(tuple(map(number, g)) for g in rule.linear if not set(g) & set(places))
     return replace(rule, factors=tuple(factors), linear=linear)

@@ -46,6 +46,21 @@ class JaxRunner:
         except Exception as error:
             raise OperatorError(f"{call.op}: {type(error).__name__}: {error}") from error
 
+    def run_many(
+        self, calls: list[Call], rounds: list[list[list[np.ndarray]]]
+    ) -> list[list[list[np.ndarray | None]]]:
+        """The results of several calls in every round, compiled as one program."""
+
+        def all_of(arrays: list[list[Any]]) -> list[list[Any]]:
+            return [bind(call, xs) for call, xs in zip(calls, arrays)]
+
+        try:
+            with jax.enable_x64(True):
+                run = jax.jit(all_of)
+                return [[[np.asarray(r) for r in results] for results in run(inputs)] for inputs in rounds]
+        except Exception as error:
+            raise OperatorError(f"{type(error).__name__}: {error}") from error
+
     def size_leaves(self, call: Call) -> tuple[Path, ...]:
         if call.op in _DIALECT:
             return ()
@@ -128,7 +143,7 @@ def _meta(call: Call) -> tuple[TensorMeta | None, ...]:
     return tuple(TensorMeta(tuple(r.shape), dtype_name(r.dtype)) for r in found)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _compiled(call: Call) -> Any:
     return jax.jit(lambda *xs: bind(call, xs))
 

@@ -9,15 +9,18 @@ first, so that nothing large is computed.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
+from ..ir import disk
 from ..ir.graph import Arg, Graph, Node, Path, leaves
 from ..ir.passes import fix_aliases
 from ..ir.runner import Call, OperatorError, TensorMeta, ViewOf, call_of
+from ..rules.proxy import format_call
 
 if TYPE_CHECKING:
     from .runner import JaxRunner
@@ -33,12 +36,11 @@ def mark_views(graph: Graph) -> Graph:
     from .runner import JaxRunner
 
     runner = JaxRunner()
+    calls = [call_of(node, graph.values)[0] for node in graph.nodes]
+    _probe_together(calls, runner)
     nodes: list[Node] = []
-    for node in graph.nodes:
-        if node.op in _OWN_STORAGE or len(node.operands) != 1:
-            nodes.append(node)
-            continue
-        views = runner.views(call_of(node, graph.values)[0])
+    for node, call in zip(graph.nodes, calls):
+        views = None if node.op in _OWN_STORAGE else runner.views(call)
         if views is None:
             nodes.append(node)
         else:
@@ -64,16 +66,81 @@ def view_of(call: Call, runner: JaxRunner) -> tuple[ViewOf, ...] | None:
         runner.meta(call)
         return (ViewOf(0, x.shape[1:], strides[1:], 0),)
     results = runner.meta(call)
-    if any(r is None or r.dtype != x.dtype for r in results) or 0 in x.shape:
-        return None
     if call.op == "loop.stack":
         return (ViewOf(0, results[0].shape, (0, *strides), 0),)  # type: ignore[union-attr]
-    small = _shrunk(call, runner)
+    small = _candidate(call, runner)
     found = None if small is None else _probe(small, runner)
     if small is None or found is None:
         return None
     views = [_enlarged(view, small.operands[0].shape, x.shape, r.shape) for view, r in zip(found, results) if r]
     return None if None in views else tuple(v for v in views if v is not None)
+
+
+def _candidate(call: Call, runner: JaxRunner) -> Call | None:
+    """The small call whose results are to be looked at; None where they cannot be views."""
+    if len(call.operands) != 1 or call.op.startswith("loop.") or 0 in call.operands[0].shape:
+        return None
+    if any(r is None or r.dtype != call.operands[0].dtype for r in runner.meta(call)):
+        return None
+    return _shrunk(call, runner)
+
+
+def _probe_together(calls: list[Call], runner: JaxRunner) -> None:
+    """Looks at all small calls that nobody has looked at, with one program for all: each alone would be compiled
+    alone. What is found is kept on disk."""
+    small = [c for call in dict.fromkeys(calls) if (c := _candidate(call, runner)) is not None]
+    new = [c for c in dict.fromkeys(small) if c not in _probed]
+    if new and not _read:
+        _read.append(True)
+        _known.update(disk.read(_path(), _WHAT, _parse) or {})
+    _probed.update((c, _known[key]) for c in new if (key := format_call(c)) in _known)
+    new = [c for c in new if c not in _probed and _planes(c, SEEDS[0]) is not None]
+    if not new:
+        return
+    rounds = max(len(_planes(c, SEEDS[0]) or ()) for c in new)
+    runs: dict[Call, list[list[list[np.ndarray | None]]]] = {c: [] for c in new}
+    for seed in SEEDS:
+        planes = {c: _planes(c, seed) or [] for c in new}
+        inputs = [[[planes[c][min(k, len(planes[c]) - 1)]] for c in new] for k in range(rounds)]
+        try:
+            results = runner.run_many(new, inputs)
+        except OperatorError:
+            return  # each will be run alone
+        for j, c in enumerate(new):
+            runs[c].append([results[k][j] for k in range(len(planes[c]))])
+    for c in new:
+        _probed[c] = _known[format_call(c)] = _views(c, list(runs[c]))
+    disk.write(_path(), _WHAT, disk.encode("views", _plain(_known), FORMAT))
+
+
+SEEDS = (5, 6)
+"""Two orders of numbers, which have to agree."""
+FORMAT = 1
+_WHAT = "the cache of views"
+Views = tuple[ViewOf, ...]
+_probed: dict[Call, Views | None] = {}
+_known: dict[str, Views | None] = {}
+"""By the printed small call."""
+_read: list[bool] = []
+
+
+def _path() -> Path:
+    return disk.cache_dir() / f"views-jax-{jax.__version__}-v{FORMAT}.json"
+
+
+def _plain(known: dict[str, Views | None]) -> dict[str, Any]:
+    return {k: v and [[w.shape, w.stride, w.offset] for w in v] for k, v in sorted(known.items())}
+
+
+def _parse(text: str) -> dict[str, Views | None]:
+    """Raises ValueError where the file is damaged."""
+    found: dict[str, Views | None] = {}
+    try:
+        for key, views in disk.decode("views", text, FORMAT).items():
+            found[key] = views and tuple(ViewOf(0, tuple(s), tuple(d), int(o)) for s, d, o in views)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return found
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -124,39 +191,53 @@ def _accepts(candidate: Call, runner: JaxRunner, call: Call) -> bool:
         return False
 
 
-@lru_cache(maxsize=1 << 12)
 def _probe(call: Call, runner: JaxRunner) -> tuple[ViewOf, ...] | None:
-    """The views of a small call: where the elements of the results stood, in two orders of numbers that must agree."""
-    found = [_sources(call, runner, seed) for seed in (5, 6)]
+    """The views of a small call."""
+    if call not in _probed:
+        runs: list[list[list[np.ndarray | None]] | None] = []
+        for seed in SEEDS:
+            try:
+                planes = _planes(call, seed)
+                runs.append(None if planes is None else [runner.run(call, [p]) for p in planes])
+            except OperatorError:
+                runs.append(None)
+        _probed[call] = _views(call, runs)
+    return _probed[call]
+
+
+def _views(call: Call, runs: list[list[list[np.ndarray | None]] | None]) -> tuple[ViewOf, ...] | None:
+    """What the runs in all orders of numbers agree on."""
+    found = [None if r is None else _sources(call, seed, r) for seed, r in zip(SEEDS, runs)]
     if found[0] is None or found[1] is None or not all(np.array_equal(a, b) for a, b in zip(*found)):
         return None
     views = [_affine(where) for where in found[0]]
     return None if None in views else tuple(v for v in views if v is not None)
 
 
-def _sources(call: Call, runner: JaxRunner, seed: int) -> list[np.ndarray] | None:
-    """For every result, which element of the operand each of its elements is; None where it is none."""
+def _planes(call: Call, seed: int) -> list[np.ndarray] | None:
+    """Numbers that tell the elements of the operand apart, all together; None where the dtype has too few."""
     (x,) = call.operands
     count, dtype = prod(x.shape), np.dtype(x.dtype)
     order = np.random.default_rng(seed).permutation(count)
+    sign = (-1) ** seed
     if dtype.kind == "b":  # two values tell nothing apart, but the bits of the numbers do
         planes = [(order >> bit & 1).astype(bool) for bit in range(max(1, int(count).bit_length()))]
         planes.append(np.full(count, bool(seed % 2)))
+    elif dtype.kind in "fc":  # signed, and no whole numbers
+        planes = [(order * 2 - count + 0.1 * seed).astype(dtype) * sign]
+    elif dtype.kind in "iu" and 2 * count + 7 <= np.iinfo(dtype).max:
+        planes = [(order * 2 + 3 if dtype.kind == "u" else (order * 2 + 3 - count) * sign).astype(dtype)]
     else:
-        if dtype.kind in "iu" and 2 * count + 7 > np.iinfo(dtype).max:
-            return None
-        # Signed, no whole numbers where there are others, and never 0 or 1.
-        signed = order * 2 + 3 if dtype.kind == "u" else (order * 2 + 3 - count) * (-1) ** seed
-        planes = [signed.astype(dtype)]
-        if dtype.kind in "fc":
-            planes[0] = (order * 2 - count + 0.1 * seed).astype(dtype) * (-1) ** seed
-    try:
-        runs = [runner.run(call, [plane.reshape(x.shape)]) for plane in planes]
-    except OperatorError:
         return None
+    return [plane.reshape(x.shape) for plane in planes]
+
+
+def _sources(call: Call, seed: int, runs: list[list[np.ndarray | None]]) -> list[np.ndarray] | None:
+    """For every result, which element of the operand each of its elements is; None where it is none."""
+    planes = [p.reshape(-1) for p in _planes(call, seed) or ()]
     found = []
     for results in zip(*runs):
-        keys = _matched(planes, list(results), dtype)
+        keys = _matched(planes, list(results), np.dtype(call.operands[0].dtype))
         if keys is None:
             return None
         found.append(keys)
