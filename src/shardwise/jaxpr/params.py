@@ -4,6 +4,7 @@
     enum members    Literal("enum", "jax._src.lax.slicing:GatherScatterMode.CLIP")
     named tuples    [Literal("tuple", "jax._src.lax.slicing:GatherDimensionNumbers"), field, ...]
     jaxprs          Literal("jaxpr", the printed graph)
+    primitives      Literal("primitive", "ge")
     scalar operands Literal("float32", "2.0"): its dtype and its value
 """
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from ..ir.graph import Arg, Graph, Literal, Value
 from ..ir.text import format_graph, parse_graph
-from .compat import ClosedJaxpr, Jaxpr
+from .compat import ClosedJaxpr, Jaxpr, Primitive, primitive_of
 
 _MODULES = ("jax.", "jaxlib.")
 """Classes are looked up in these packages alone."""
@@ -56,6 +57,8 @@ def to_arg(value: Any, graph_of: Callable[[ClosedJaxpr], Graph]) -> Arg:
         return (Literal("tuple", _place(type(value))), *(to_arg(item, graph_of) for item in value))
     if isinstance(value, tuple | list):
         return tuple(to_arg(item, graph_of) for item in value)
+    if isinstance(value, Primitive):
+        return Literal("primitive", value.name)
     if isinstance(value, Jaxpr):
         value = ClosedJaxpr(value, ())
     if isinstance(value, ClosedJaxpr):
@@ -79,6 +82,8 @@ def from_arg(arg: Arg, jaxpr_of: Callable[[Graph], ClosedJaxpr]) -> Any:
         if arg.kind == "enum":
             kind, _, member = arg.text.rpartition(".")
             return _find(kind)[member]
+        if arg.kind == "primitive":
+            return primitive_of(arg.text)
         assert arg.kind == "jaxpr", arg
         return jaxpr_of(parse_graph(arg.text))
     return arg
