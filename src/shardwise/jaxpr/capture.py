@@ -213,12 +213,14 @@ def _alike(a: Any, b: Any) -> bool:
 def _path(step: Any, path: tuple[Any, ...]) -> str:
     """`params.layers.0.w`: the name of the argument, and where in it the leaf stands."""
     try:
-        names = [p.name for p in inspect.signature(step).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+        parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):
-        names = []
+        parameters = ()
+    names = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    rest_name = next((f"{p.name}." for p in parameters if p.kind is p.VAR_POSITIONAL), "")
     first = path[0].idx
     rest = jax.tree_util.keystr(path[1:], simple=True, separator=".")
-    head = names[first] if first < len(names) else str(first)
+    head = names[first] if first < len(names) else f"{rest_name}{first - len(names) if rest_name else first}"
     return f"{head}.{rest}" if rest else head
 
 

@@ -103,11 +103,9 @@ def scalar_arg(value: Any, dtype: Any) -> Literal:
     return Literal(dtype_name(dtype), repr(np.asarray(value).item()))
 
 
-def scalar_of(literal: Literal, wider: bool = False) -> np.ndarray:
-    """The inverse. `wider`: floats in double precision, as the operands of a stand-in have it."""
-    dtype = dtype_of(literal.text if literal.kind == "dtype" else literal.kind)
-    if wider and jnp.issubdtype(dtype, jnp.floating):
-        dtype = np.dtype(np.float64)
+def scalar_of(literal: Literal) -> np.ndarray:
+    """The inverse."""
+    dtype = dtype_of(literal.kind)
     text = literal.text
     value = complex(text) if dtype.kind == "c" else text == "True" if dtype.kind == "b" else _number(text)
     return np.asarray(value).astype(dtype)

@@ -16,9 +16,10 @@ from ..plan.store import load_plan, plan_key, save_plan
 from ..rules.book import RuleBook
 from ..rules.pointwise import fuse_pointwise
 from ..rules.rule import Rule
+from .again import computed_again, never_stored
 from .capture import Program
 from .flops import count_flops
-from .from_jaxpr import BARRIER
+from .from_jaxpr import BARRIER, Block
 from .rules import jax_book, rules_of_graph
 
 Progress = Callable[[str, int, int], None]
@@ -51,7 +52,7 @@ class Planned:
     discovered: int = 0
 
 
-def settings_for(wanted: Wanted, shape: tuple[int, ...]) -> Settings:
+def settings_for(program: Program, wanted: Wanted, shape: tuple[int, ...]) -> Settings:
     """The planner's settings: the optimizer's state is an input, and arrays are cut into equal pieces alone."""
     return Settings(
         shape,
@@ -61,26 +62,33 @@ def settings_for(wanted: Wanted, shape: tuple[int, ...]) -> Settings:
         forbidden=wanted.forbidden,
         even=True,
         arrive_placed=True,
+        reused=tuple(program.names[k] for k in program.donated),
     )
 
 
 def joined(program: Program, rules: tuple[Rule, ...]) -> tuple[Program, tuple[Rule, ...], dict[str, float]]:
     """The program with pointwise nodes joined, its rules, and the floating-point operations of its nodes."""
-    graph = program.graph
+    graph, rules, had = computed_again(program.graph, rules)
+    blocks = _renumbered(program.blocks, had)
     early = frozenset(o.name for o in graph.outputs_of("update") if o.name is not None)
-    ranges = tuple((b.start, b.end) for b in program.blocks)
+    ranges = tuple((b.start, b.end) for b in blocks)
     fused, new_rules, made_of = fuse_pointwise(graph, rules, _may_join, early, ranges)
+    fused = never_stored(fused, new_rules)
     each = count_flops(graph, rules)
     flops = {n.name: sum(each.get(graph.nodes[k].name, 0.0) for k in made_of[j]) for j, n in enumerate(fused.nodes)}
+    blocks = _renumbered(blocks, made_of)
+    return replace(program, graph=fused, blocks=blocks), new_rules, {n: f for n, f in flops.items() if f}
+
+
+def _renumbered(blocks: tuple[Block, ...], made_of: dict[int, list[int]]) -> tuple[Block, ...]:
+    """The blocks where every node was made of others."""
     now = {old: j for j, members in made_of.items() for old in members}
 
     def place(first: int, last: int) -> tuple[int, int] | None:
         found = [now[old] for old in range(first, last)]
         return (min(found), max(found) + 1) if found else None
 
-    blocks = tuple(b.renumbered(place) for b in program.blocks)
-    assert all(fused.nodes[k].loop.startswith(b.path[0]) for b in blocks if b.kind == "scan" for k in range(*b.parts[0]))
-    return replace(program, graph=fused, blocks=blocks), new_rules, {n: f for n, f in flops.items() if f}
+    return tuple(b.renumbered(place) for b in blocks)
 
 
 def _may_join(node: Node) -> bool:
@@ -96,7 +104,7 @@ def plan_step(program: Program, wanted: Wanted) -> Planned:
     program, rules, flops = joined(program, rules)
     graph = program.graph
     rules_s = time.perf_counter() - start
-    settings = [settings_for(wanted, shape) for shape in wanted.shapes]
+    settings = [settings_for(program, wanted, shape) for shape in wanted.shapes]
     key = plan_key(graph, rules, wanted.cluster, settings)
     best = load_plan(key) if wanted.use_disk else None
     if best is None:

@@ -81,8 +81,7 @@ def bind(call: Call, operands: Iterable[Any]) -> list[Any]:
     operands = list(operands)
     if call.op == FUSED:
         return _body(call, operands)
-    wider = any(dtype_of(m.dtype) == np.float64 for m in call.operands)
-    values = [operands[int(a.name)] if isinstance(a, Ref) else scalar_of(_literal(a), wider) for a in call.args]
+    values = [operands[int(a.name)] if isinstance(a, Ref) else scalar_of(_literal(a)) for a in call.args]
     params = parameters(call)
     primitive = compat.primitive_of(call.op.removeprefix("jax."))
     found = primitive.bind(*values, **params)
@@ -92,8 +91,7 @@ def bind(call: Call, operands: Iterable[Any]) -> list[Any]:
 def _body(call: Call, operands: list[Any]) -> list[Any]:
     """The results of a joined node: its primitives one after the other."""
     body = _parsed(dict(call.kwargs)["body"])
-    wider = any(dtype_of(m.dtype) == np.float64 for m in call.operands)
-    given = [operands[int(a.name)] if isinstance(a, Ref) else scalar_of(_literal(a), wider) for a in call.args]
+    given = [operands[int(a.name)] if isinstance(a, Ref) else scalar_of(_literal(a)) for a in call.args]
     return _run_graph(body, given)
 
 

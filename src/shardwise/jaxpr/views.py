@@ -185,10 +185,20 @@ def _follow(value: int, size: int, small: int, old: tuple[int, ...], new: tuple[
 
 
 def _accepts(candidate: Call, runner: JaxRunner, call: Call) -> bool:
+    """Whether the operator takes the smaller call: ranks stay, and results as large as the operand stay so. The rules
+    of shapes of some primitives check less than they say."""
     try:
-        return [r and len(r.shape) for r in runner.meta(candidate)] == [r and len(r.shape) for r in runner.meta(call)]
+        new, old = runner.meta(candidate), runner.meta(call)
     except OperatorError:
         return False
+    small, large = prod(candidate.operands[0].shape), prod(call.operands[0].shape)
+    return all(
+        a is not None
+        and b is not None
+        and len(a.shape) == len(b.shape)
+        and (prod(b.shape) != large or prod(a.shape) == small)
+        for a, b in zip(new, old)
+    )
 
 
 def _probe(call: Call, runner: JaxRunner) -> tuple[ViewOf, ...] | None:

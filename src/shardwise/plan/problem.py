@@ -54,6 +54,8 @@ class Settings:
     """Only pieces of equal size."""
     arrive_placed: bool = False
     """Inputs arrive, and outputs leave, in any layout in which a parameter may be stored."""
+    reused: tuple[str, ...] = ()
+    """Paths of parameters whose next value is written where the old one lies."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ def build_problem(
     problem.parameters = frozenset(i.value.name for i in graph.inputs_of("parameter"))
     owner = storage_of(graph)
     problem.free = frozenset(n for n in graph.values if owner[n] != n)
+    problem.free |= {o.name for o in graph.outputs_of("update") if o.path in settings.reused and o.name is not None}
     problem.span = _spans(problem, owner)
     problem.flops = flops or {}
     problem.leaving = leaving(graph)
