@@ -75,15 +75,17 @@ def plan_model(
     constraints: Constraints | None = None,
     progress: Progress = silent,
     use_disk: bool = True,
+    use_plans: bool = True,
 ) -> Planned:
-    """As `plan`, with the captured program and the rules."""
+    """As `plan`, with the captured program and the rules. `use_disk`: read and write the cache of rules;
+    `use_plans`: that of plans."""
     limit = memory_bytes(memory_limit)
     described = _cluster(cluster)
     shape = mesh_shape(mesh, described.world_size)
     program = capture(step, example)
     shapes = (shape,) if shape is not None else described.mesh_shapes()
     fixed, forbidden, shapes = _wishes(constraints, shapes, program.graph)
-    return plan_step(program, Wanted(described, shapes, limit, fixed, forbidden, progress, use_disk))
+    return plan_step(program, Wanted(described, shapes, limit, fixed, forbidden, progress, use_disk, use_plans))
 
 
 def parallelize(

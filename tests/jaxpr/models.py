@@ -240,7 +240,8 @@ MODELS: dict[str, Callable[..., Case]] = {
 def largest_difference(a: Any, b: Any) -> float:
     """Relative to the largest element of each array, or to a millionth of the largest of all; keys included."""
     worst = 0.0
-    arrays = [np.asarray(x, np.float64) for x in jax.tree.leaves(a) if isinstance(x, jax.Array) and x.dtype.kind == "f"]
+    floats = [x for x in jax.tree.leaves(a) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)]
+    arrays = [np.asarray(x, np.float64) for x in floats]
     least = 1e-6 * max(float(np.abs(x).max(initial=0.0)) for x in arrays)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         if not isinstance(x, jax.Array | np.ndarray):

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import InputError
+from ..ir.passes import leaving
 from ..ir.placement import Layout, Shard
 from ..plan.plan import Plan
 from ..plan.reshard import Resharding
@@ -41,6 +42,7 @@ class ShardedStep:
     def __init__(self, planned: Planned, mesh: jax.sharding.Mesh, resharding: Resharding, step: Callable[..., Any]):
         self.program, self.mesh, self.step = planned.program, mesh, step
         self.planned = planned
+        self._resharding, self._late, self._leaving = resharding, resharding.leaving(), leaving(planned.program.graph)
         names = tuple(mesh.axis_names)
         plan, graph = planned.plan, planned.program.graph
         given = [x for i, (_, _, x) in zip(graph.inputs, plan.inputs) if i.kind != "constant"]
@@ -87,6 +89,10 @@ class ShardedStep:
         """The arrays among the arguments, on the devices where the plan wants them. Raises InputError."""
         arrays = check_call(self.program, args)
         return [jax.device_put(a, s) for a, s in zip(arrays, self.in_shardings)]
+
+    def resharding(self, name: str) -> Resharding:
+        """By which moves a value goes from one layout to another."""
+        return self._late if name in self._leaving else self._resharding
 
     def compile(self) -> Any:
         """The compiled step, without running it: `jax.stages.Compiled`."""

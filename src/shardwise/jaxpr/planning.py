@@ -37,6 +37,9 @@ class Wanted:
     forbidden: tuple[tuple[str, Layout], ...] = ()
     progress: Progress = lambda stage, done, total: None
     use_disk: bool = True
+    """Read and write the cache of rules."""
+    use_plans: bool = True
+    """Read and write the cache of plans."""
     book: RuleBook | None = None
 
 
@@ -106,7 +109,7 @@ def plan_step(program: Program, wanted: Wanted) -> Planned:
     rules_s = time.perf_counter() - start
     settings = [settings_for(program, wanted, shape) for shape in wanted.shapes]
     key = plan_key(graph, rules, wanted.cluster, settings)
-    best = load_plan(key) if wanted.use_disk else None
+    best = load_plan(key) if wanted.use_plans else None
     if best is None:
         for done, setting in enumerate(settings):
             wanted.progress("plan", done, len(settings))
@@ -116,7 +119,7 @@ def plan_step(program: Program, wanted: Wanted) -> Planned:
                 best = found
         wanted.progress("plan", len(settings), len(settings))
         assert best is not None
-        if wanted.use_disk:
+        if wanted.use_plans:
             save_plan(key, best)
     plan_s = time.perf_counter() - start - rules_s
     return Planned(program, rules, best, rules_s, plan_s, book.counts.discovered)

@@ -69,11 +69,17 @@ def view_of(call: Call, runner: JaxRunner) -> tuple[ViewOf, ...] | None:
     if call.op == "loop.stack":
         return (ViewOf(0, results[0].shape, (0, *strides), 0),)  # type: ignore[union-attr]
     small = _candidate(call, runner)
-    found = None if small is None else _probe(small, runner)
-    if small is None or found is None:
-        return None
-    views = [_enlarged(view, small.operands[0].shape, x.shape, r.shape) for view, r in zip(found, results) if r]
-    return None if None in views else tuple(v for v in views if v is not None)
+    for tried in (small, call):  # where a piece begins in the middle, small sizes do not say where in the large ones
+        if small is None or prod(tried.operands[0].shape) > MAX_PROBE:  # type: ignore[union-attr]
+            return None
+        found = _probe(tried, runner)  # type: ignore[arg-type]
+        if found is None:
+            return None
+        shape = tried.operands[0].shape  # type: ignore[union-attr]
+        views = [_enlarged(view, shape, x.shape, r.shape) for view, r in zip(found, results) if r]
+        if None not in views:
+            return tuple(v for v in views if v is not None)
+    return None
 
 
 def _candidate(call: Call, runner: JaxRunner) -> Call | None:
