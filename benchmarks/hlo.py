@@ -15,7 +15,9 @@ KINDS = {
     "all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter",
     "all-to-all": "all_to_all",
 }  # fmt: skip
-_CALL = re.compile(r"=\s+(\(.*?\)|\S+)\s+(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
+_CALL = re.compile(
+    r"=\s+(\(.*?\)|\S+)\s+(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
@@ -24,6 +26,8 @@ _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 def collective_bytes(text: str) -> dict[str, float]:
     """Kind -> bytes, loops counted as often as they run."""
     bodies = dict(_computations(text))
+    count = re.search(r"num_partitions=(\d+)", text)
+    devices = int(count[1]) if count else 1
     times = _times(bodies)
     found: dict[str, float] = {}
     for name, lines in bodies.items():
@@ -31,7 +35,7 @@ def collective_bytes(text: str) -> dict[str, float]:
             match = _CALL.search(line)
             if match is None:
                 continue
-            kind, size = match[2], _group_size(line)
+            kind, size = match[2], _group_size(line, devices)
             nbytes = sum(_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(match[1]))
             if kind == "collective-permute":
                 wire = float(nbytes)
@@ -52,12 +56,13 @@ def _bytes(dtype: str, dims: str) -> int:
     return count * ITEM_BYTES.get(dtype, 0)
 
 
-def _group_size(line: str) -> int:
+def _group_size(line: str, devices: int) -> int:
+    """Devices of a group; all of them where none are listed."""
     if match := _LISTED.search(line):
         return len(match[1].split(","))
     if match := _IOTA.search(line):
         return int(match[2])
-    return 1
+    return devices
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:

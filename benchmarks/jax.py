@@ -42,11 +42,11 @@ LINKS = 1000.0
 def work(case: dict[str, Any]) -> None:
     """One case, in a process of its own with eight devices."""
     import jax
+    from tests.jaxpr.models import MODELS, adamw
 
     import shardwise.jax
     from benchmarks.hlo import collective_bytes
     from shardwise.cluster import Cluster
-    from tests.jaxpr.models import MODELS, adamw
 
     step, args = MODELS[case["model"]](adamw(), dtype="float32", **case["options"])
     step = jax.jit(step, donate_argnums=(0, 1)) if case["model"] != "equinox" else step
@@ -120,9 +120,9 @@ def xla_alone(step: Any, args: tuple[Any, ...], parallel: Any) -> str:
 def plan_time() -> None:
     """A GPT with 12 layers on (2,2,2): capture, rules from the book, tables and solver; no plan is read from disk."""
     import jax
+    from tests.jaxpr.models import adamw, gpt
 
     import shardwise.jax
-    from tests.jaxpr.models import adamw, gpt
 
     step, args = gpt(adamw(), rows=8, block=128, width=384, heads=6, layers=12, vocabulary=256, dtype="float32")
     shapes = jax.eval_shape(lambda a: a, args)

@@ -1,20 +1,20 @@
 """The public face for JAX: `shardwise.jax.parallelize` and `shardwise.jax.plan`.
 
-    step = shardwise.jax.parallelize(step, params, opt_state, batch, mesh=(2, 4))
-    params, opt_state, loss = step(params, opt_state, batch)
+step = shardwise.jax.parallelize(step, params, opt_state, batch, mesh=(2, 4))
+params, opt_state, loss = step(params, opt_state, batch)
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from .api import Constraints, memory_bytes
 from .cluster import Cluster
 from .cluster.probe import probe_local
+from .cluster.units import memory_bytes
 from .errors import InputError
 from .ir.graph import Graph
 from .ir.placement import Layout, Partial, Shard, parse_layout
@@ -34,6 +34,7 @@ from .jaxpr.capture import capture
 from .jaxpr.planning import Planned, Progress, Wanted, plan_step
 
 MAX_AXES = 3
+Constraints = Mapping[str, str]
 
 
 def silent(stage: str, done: int, total: int) -> None:

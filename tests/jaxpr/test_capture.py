@@ -49,7 +49,9 @@ def test_a_step_prints_and_parses():
 
 
 def test_views_share_storage_and_others_do_not():
-    graph = capture(lambda x: (x.T.reshape(8, 4, 4), jnp.abs(x), x[2:5], jnp.maximum(x, 0)), (S((16, 8), "float32"),)).graph
+    graph = capture(
+        lambda x: (x.T.reshape(8, 4, 4), jnp.abs(x), x[2:5], jnp.maximum(x, 0)), (S((16, 8), "float32"),)
+    ).graph
     aliases = {n.op: n.results[0].alias for n in graph.nodes}
     assert aliases["jax.transpose"] and aliases["jax.reshape"] and aliases["jax.slice"]
     assert not aliases["jax.abs"] and not aliases["jax.max"]
@@ -102,7 +104,10 @@ def test_pointwise_nodes_are_joined():
     graph = capture(lambda x, b: jnp.tanh(x * 2.0 + b).sum(), (S((8, 4), "float32"), S((8, 1), "float32"))).graph
     both = tuple(Factor((DimRef(d),) * 2, (DimRef(d),), empty=True) for d in (0, 1))
     one = tuple(Factor((DimRef(d),), (DimRef(d),), empty=True) for d in (0, 1))
-    bias = (Factor((DimRef(0), DimRef(0)), (DimRef(0),), empty=True), Factor((DimRef(1), None), (DimRef(1),), empty=True))
+    bias = (
+        Factor((DimRef(0), DimRef(0)), (DimRef(0),), empty=True),
+        Factor((DimRef(1), None), (DimRef(1),), empty=True),
+    )
     known = {"jax.mul": Rule(one, ((0,),)), "jax.tanh": Rule(one), "jax.add": Rule(bias, ((0, 1),))}
     rules = tuple(known.get(n.op, Rule()) for n in graph.nodes)
     fused, new_rules, _ = fuse_pointwise(graph, rules, lambda n: n.op in known)
@@ -115,7 +120,10 @@ def test_pointwise_nodes_are_joined():
 def test_a_plan_needs_no_devices():
     plan = shardwise.jax.plan(linear_step, *linear_example(), mesh=(8,), cluster="a100x8", memory_limit="1GiB")
     assert plan.mesh == (8,) and "parameter params.w" in plan.explain("params.w")
-    assert plan.layouts["params.w"] == dict(zip((p for _, p, _ in plan.outputs), (x for *_, x in plan.outputs)))["params.w"]
+    assert (
+        plan.layouts["params.w"]
+        == dict(zip((p for _, p, _ in plan.outputs), (x for *_, x in plan.outputs)))["params.w"]
+    )
     chosen = shardwise.jax.plan(
         linear_step, *linear_example(), cluster="a100x8", constraints={"params.w": "[S0, S1]", "x": "![R, R]"}
     )

@@ -27,7 +27,10 @@ def i(*shape: int) -> S:
 
 
 EXPECTED = {
-    "matmul": (lambda a, b: a @ b, (f(8, 32), f(32, 16)), "dot_general", "([i,j],[j,k]) -> ([i,k]) reduce{j:sum} linear{0|1}"),
+    "matmul": (
+        lambda a, b: a @ b, (f(8, 32), f(32, 16)), "dot_general",
+        "([i,j],[j,k]) -> ([i,k]) reduce{j:sum} linear{0|1}",
+    ),
     "batched": (
         lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (f(8, 16, 32), f(8, 32, 7)), "dot_general",
         "([i,j,k],[i,k,l]) -> ([i,j,l]) reduce{k:sum} linear{0|1}",

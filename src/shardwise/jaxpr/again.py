@@ -23,11 +23,9 @@ EXPENSIVE = frozenset(
 """Primitives that XLA computes once (`HloInstruction::IsExpensive`)."""
 
 
-def computed_again(
-    graph: Graph, rules: tuple[Rule, ...]
-) -> tuple[Graph, tuple[Rule, ...], dict[int, list[int]]]:
-    """(graph, rules, number of a node -> that which it had; copies had none). Backward with its own copies of the cheap pointwise nodes of forward, where only pointwise nodes and reductions
-    read them there."""
+def computed_again(graph: Graph, rules: tuple[Rule, ...]) -> tuple[Graph, tuple[Rule, ...], dict[int, list[int]]]:
+    """Backward with its own copies of the cheap pointwise nodes of forward, where only pointwise nodes and reductions
+    read them there: (graph, rules, number of a node -> that which it had; copies had none)."""
     light = [_reads_elements(graph, n, r) for n, r in zip(graph.nodes, rules)]
     cheap = [
         light[k] and n.op.removeprefix("jax.") not in EXPENSIVE and pointwise_shape(graph, n, r) is not None

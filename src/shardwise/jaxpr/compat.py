@@ -5,7 +5,7 @@ Everything else in this folder uses public names only, so that a new version of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,10 +13,9 @@ import jax
 from jax._src import source_info_util  # the user's line of an equation has no public reader
 from jax._src.interpreters import mlir  # says whether a primitive can be compiled at all
 from jax._src.interpreters import partial_eval as pe  # dead code elimination that also cleans loops
-from jax.extend import core
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+from jax.extend.core import Literal as JaxprLiteral
 
-Jaxpr, ClosedJaxpr, Var, JaxprLiteral = core.Jaxpr, core.ClosedJaxpr, core.Var, core.Literal
-Primitive = core.Primitive
 _known: dict[str, Primitive] = {}
 
 
@@ -41,11 +40,6 @@ def remember(primitive: Primitive) -> None:
 def primitive_of(name: str) -> Primitive:
     """The primitive of this name. Raises KeyError."""
     return _known[name] if name in _known else _public_primitives()[name]
-
-
-def is_known(primitive: Primitive) -> bool:
-    """Whether jax itself brings the primitive."""
-    return primitive.name in _public_primitives()
 
 
 def can_compile(primitive: Primitive) -> bool:
@@ -79,15 +73,9 @@ def key_functions(dtype: Any) -> Any:
     return dtype._impl
 
 
-def evaluate(jaxpr: Jaxpr, consts: Iterable[Any], *args: Any) -> list[Any]:
-    """Runs a jaxpr."""
-    return jax.core.eval_jaxpr(jaxpr, consts, *args)
-
-
 def closed_call(call: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
     """The jaxpr of a function of arrays."""
     return jax.make_jaxpr(call)(*avals)
-
 
 
 def is_key_type(dtype: Any) -> bool:

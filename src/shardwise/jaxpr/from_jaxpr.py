@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from ..errors import CaptureError
 from ..ir.graph import BACKWARD, FORWARD, Arg, Graph, Input, Node, Output, Ref, Value
 from . import compat, keys
@@ -120,7 +122,7 @@ class Builder:
         env: dict[Any, Arg] = {**dict(zip(jaxpr.constvars, consts)), **dict(zip(jaxpr.invars, args))}
 
         def look(atom: Any) -> Arg:
-            return scalar_arg(atom.val, atom.aval.dtype) if isinstance(atom, JaxprLiteral) else env[atom]
+            return scalar_arg(atom.val, np.asarray(atom.val).dtype) if isinstance(atom, JaxprLiteral) else env[atom]
 
         for eqn in jaxpr.eqns:
             here = where
@@ -168,9 +170,7 @@ class Builder:
             )
         compat.remember(eqn.primitive)
         try:
-            kwargs = tuple(
-                (k, None if k in _PLACES else to_arg(v, graph_of)) for k, v in sorted(eqn.params.items())
-            )
+            kwargs = tuple((k, None if k in _PLACES else to_arg(v, graph_of)) for k, v in sorted(eqn.params.items()))
         except Unprintable as error:
             raise CaptureError(f"primitive {name!r} cannot be kept in a graph{_at(where)}: {error}") from error
         results = [self.value(name, v.aval) for v in eqn.outvars]
@@ -238,9 +238,7 @@ class Builder:
         names = [self.named(a, v.aval, where) for a, v in zip(args[bodied:], eqn.invars[bodied:])]
         block = Block("while", start=len(self.nodes), path=(inside.loop,) * 2)
         avals = [v.aval for v in eqn.invars[bodied:]]
-        begin = [
-            self.add("loop.carry", (Ref(n),), [self.value("carry", a)], inside)[0] for n, a in zip(names, avals)
-        ]
+        begin = [self.add("loop.carry", (Ref(n),), [self.value("carry", a)], inside)[0] for n, a in zip(names, avals)]
         state = [Ref(n) for n in begin]
         (goes_on,) = self.closed(p["cond_jaxpr"], [*args[:tested], *state], inside)
         aval = p["cond_jaxpr"].jaxpr.outvars[0].aval

@@ -286,4 +286,3 @@ def _cleaned(result: Any, number: int, piece: _Piece, inside: Any) -> Any:
     order = (*kept, *(d for d in range(inside.ndim) if dims[d] < 0))
     mask = inside.transpose(order).reshape(shape)
     return jnp.where(mask, result, jnp.zeros_like(result))
-

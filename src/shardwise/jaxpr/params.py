@@ -1,11 +1,11 @@
 """Between the parameters of an equation and the arguments of a graph, both ways, in a form that prints and parses.
 
-    dtypes          Literal("dtype", "float32")
-    enum members    Literal("enum", "jax._src.lax.slicing:GatherScatterMode.CLIP")
-    named tuples    [Literal("tuple", "jax._src.lax.slicing:GatherDimensionNumbers"), field, ...]
-    jaxprs          Literal("jaxpr", the printed graph)
-    primitives      Literal("primitive", "ge")
-    scalar operands Literal("float32", "2.0"): its dtype and its value
+dtypes          Literal("dtype", "float32")
+enum members    Literal("enum", "jax._src.lax.slicing:GatherScatterMode.CLIP")
+named tuples    [Literal("tuple", "jax._src.lax.slicing:GatherDimensionNumbers"), field, ...]
+jaxprs          Literal("jaxpr", the printed graph)
+primitives      Literal("primitive", "ge")
+scalar operands Literal("float32", "2.0"): its dtype and its value
 """
 
 from __future__ import annotations

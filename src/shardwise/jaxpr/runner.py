@@ -46,9 +46,7 @@ class JaxRunner:
         except Exception as error:
             raise OperatorError(f"{call.op}: {type(error).__name__}: {error}") from error
 
-    def run_many(
-        self, calls: list[Call], rounds: list[list[list[np.ndarray]]]
-    ) -> list[list[list[np.ndarray | None]]]:
+    def run_many(self, calls: list[Call], rounds: list[list[list[np.ndarray]]]) -> list[list[list[np.ndarray | None]]]:
         """The results of several calls in every round, compiled as one program."""
 
         def all_of(arrays: list[list[Any]]) -> list[list[Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from pathlib import Path
+from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -123,24 +123,23 @@ SEEDS = (5, 6)
 """Two orders of numbers, which have to agree."""
 FORMAT = 1
 _WHAT = "the cache of views"
-Views = tuple[ViewOf, ...]
-_probed: dict[Call, Views | None] = {}
-_known: dict[str, Views | None] = {}
+_probed: dict[Call, tuple[ViewOf, ...] | None] = {}
+_known: dict[str, tuple[ViewOf, ...] | None] = {}
 """By the printed small call."""
 _read: list[bool] = []
 
 
-def _path() -> Path:
+def _path() -> File:
     return disk.cache_dir() / f"views-jax-{jax.__version__}-v{FORMAT}.json"
 
 
-def _plain(known: dict[str, Views | None]) -> dict[str, Any]:
+def _plain(known: dict[str, tuple[ViewOf, ...] | None]) -> dict[str, Any]:
     return {k: v and [[w.shape, w.stride, w.offset] for w in v] for k, v in sorted(known.items())}
 
 
-def _parse(text: str) -> dict[str, Views | None]:
+def _parse(text: str) -> dict[str, tuple[ViewOf, ...] | None]:
     """Raises ValueError where the file is damaged."""
-    found: dict[str, Views | None] = {}
+    found: dict[str, tuple[ViewOf, ...] | None] = {}
     try:
         for key, views in disk.decode("views", text, FORMAT).items():
             found[key] = views and tuple(ViewOf(0, tuple(s), tuple(d), int(o)) for s, d, o in views)
@@ -300,9 +299,7 @@ def _affine(where: np.ndarray) -> ViewOf | None:
     return ViewOf(0, where.shape, tuple(strides), offset)
 
 
-def _enlarged(
-    view: ViewOf, small: tuple[int, ...], full: tuple[int, ...], result: tuple[int, ...]
-) -> ViewOf | None:
+def _enlarged(view: ViewOf, small: tuple[int, ...], full: tuple[int, ...], result: tuple[int, ...]) -> ViewOf | None:
     """The view of the operand's own sizes, from that of the small ones."""
     before, after = _strides(small), _strides(full)
     strides = []

@@ -1,9 +1,9 @@
 """Joins pointwise nodes that read each other into one node, as a compiler joins them into one loop over the elements.
 
 By its rule a node is pointwise where every dim of its results is a factor that cuts the same dim of all operands that
-have it; a scalar has none, and a dim of size 1 is read again and again. The rule of the joined node follows exactly: it has these same factors, and it is
-linear in a group of operands where linearity passes through all of its nodes. What lies inside is never stored, costs
-no launch of its own, and needs no decision of the planner.
+have it; a scalar has none, and a dim of size 1 is read again and again. The rule of the joined node follows exactly:
+it has these same factors, and it is linear in a group of operands where linearity passes through all of its nodes.
+What lies inside is never stored, costs no launch of its own, and needs no decision of the planner.
 
 A joined node is `fused.pointwise(operands..., body=Literal("graph", text))`; the shapes inside of the body are left
 out, so that equal bodies are equal whatever the sizes.
@@ -245,7 +245,7 @@ def _linear(
 ) -> tuple[tuple[int, ...], ...]:
     """Groups of operands in which all results are jointly additive: single ones, pairs, and all."""
     floats = [j for j, n in enumerate(operands) if graph.values[n].dtype.startswith(("float", "bfloat", "complex"))]
-    tried = [(j,) for j in floats]
+    tried: list[tuple[int, ...]] = [(j,) for j in floats]
     tried += list(combinations(floats, 2)) if len(floats) <= 6 else []
     if len(floats) > 2:
         tried.append(tuple(floats))
