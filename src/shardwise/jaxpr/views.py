@@ -49,7 +49,7 @@ def mark_views(graph: Graph) -> Graph:
     return fix_aliases(replace(graph, nodes=tuple(nodes)))
 
 
-_OWN_STORAGE = ("loop.stack", "loop.test")
+_OWN_STORAGE = ("loop.stack", "loop.test", "loop.slice")
 """Read their operand, and have storage of their own."""
 _IDENTITIES = ("loop.carry", "loop.next", "loop.test")
 
