@@ -10,6 +10,7 @@ import sys
 import jax
 
 from shardwise.ir.graph import Graph
+from shardwise.jaxpr import views
 from shardwise.jaxpr.capture import capture
 from shardwise.jaxpr.rules import jax_book, rules_of_graph
 from shardwise.rules.book import shipped_name, write_rules
@@ -36,6 +37,7 @@ def main() -> None:
     for name, model in MODELS.items():
         rules_of_graph(_graph(model(adamw(), dtype="float32")), book)
         print(f"{name} in float32: {len(book.rules)} rules so far", file=sys.stderr, flush=True)
+    (SHIPPED / views._path().name).write_text(views.printed_views() + "\n", encoding="utf-8")
     path = SHIPPED / shipped_name(book.runner.framework)
     path.write_text(write_rules(book.rules, book.runner.framework) + "\n", encoding="utf-8")
 

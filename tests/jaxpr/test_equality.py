@@ -17,15 +17,20 @@ TOLERANCE = 1e-9
 """fp64, relative to the largest element: sums are rounded in another order."""
 MESHES = ([8], [2, 4], [2, 2, 2])
 DEFAULT = [
-    ("mlp", [8], "adamw"), ("mlp", [2, 4], "sgd"), ("conv", [8], "sgd"), ("gpt", [8], "adamw"), ("moe", [8], "sgd"),
-    ("equinox", [8], "sgd"), ("flax", [8], "sgd"),
-]  # fmt: skip
+    ("mlp", [2, 4], "sgd"),
+    ("conv", [8], "sgd"),
+    ("gpt", [8], "adamw"),
+    ("moe", [8], "sgd"),
+    ("equinox", [8], "sgd"),
+]
 SHARE = {"equinox": 0.35, "moe": 0.2}
 """Work per device; where it is more than 0.15, operators over few rows stand in the way (a recurrent cell's gates of
 width 8, positions in the queues of experts)."""
 
 
 def check(model: str, mesh: list[int], optimizer: str) -> None:
+    if model == "flax":
+        pytest.importorskip("flax", reason="the model is Flax's: pip install flax")
     found = on_devices(compare, model, mesh, optimizer)
     assert found["difference"] < TOLERANCE
     assert found["shardings"]
@@ -60,6 +65,7 @@ def test_constraints_and_donation():
     assert "Shard(dim=0" in found["layouts"]["params.0.w"] and "Shard(dim=1" in found["layouts"]["params.0.w"]
 
 
+@pytest.mark.full
 def test_remat():
     found = on_devices(compare, "gpt", [8], "sgd", 1000.0, None, {"remat": True, "layers": 2})
     assert found["difference"] < TOLERANCE and found["share"] < 0.16

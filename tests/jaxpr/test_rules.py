@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from shardwise.ir.graph import Graph
 from shardwise.ir.runner import call_of
 from shardwise.jaxpr.capture import capture
-from shardwise.jaxpr.rules import jax_book, rules_of_graph
+from shardwise.jaxpr.rules import _lifted, jax_book, rules_of_graph
 from shardwise.rules.rule import format_rule
 
 S = jax.ShapeDtypeStruct
@@ -65,9 +65,8 @@ def found() -> dict[str, str]:
     for name, (function, example, _, _) in EXPECTED.items():
         closed = jax.make_jaxpr(function)(*example)
         graphs[name] = capture(function, example).graph if example else _without_inputs(closed)
-    nodes = tuple(n for g in graphs.values() for n in g.nodes)
-    assert nodes
     book = jax_book(use_disk=False, use_shipped=False)
+    book.find(_lifted(call_of(n, g.values)[0])[0] for g in graphs.values() for n in g.nodes)
     table = {}
     for name, graph in graphs.items():
         rules = rules_of_graph(graph, book)

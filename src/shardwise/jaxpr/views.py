@@ -8,7 +8,9 @@ first, so that nothing large is computed.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from importlib import resources
 from math import prod
 from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
@@ -98,6 +100,9 @@ def _probe_together(calls: list[Call], runner: JaxRunner) -> None:
     new = [c for c in dict.fromkeys(small) if c not in _probed]
     if new and not _read:
         _read.append(True)
+        with contextlib.suppress(FileNotFoundError, ValueError):  # what ships with the package
+            text = resources.files("shardwise.rules").joinpath("shipped", _path().name).read_text(encoding="utf-8")
+            _known.update(_parse(text))
         _known.update(disk.read(_path(), _WHAT, _parse) or {})
     _probed.update((c, _known[key]) for c in new if (key := format_call(c)) in _known)
     new = [c for c in new if c not in _probed and _planes(c, SEEDS[0]) is not None]
@@ -116,7 +121,12 @@ def _probe_together(calls: list[Call], runner: JaxRunner) -> None:
             runs[c].append([results[k][j] for k in range(len(planes[c]))])
     for c in new:
         _probed[c] = _known[format_call(c)] = _views(c, list(runs[c]))
-    disk.write(_path(), _WHAT, disk.encode("views", _plain(_known), FORMAT))
+    disk.write(_path(), _WHAT, printed_views())
+
+
+def printed_views() -> str:
+    """All that is known, as the text of a file."""
+    return disk.encode("views", _plain(_known), FORMAT)
 
 
 SEEDS = (5, 6)
