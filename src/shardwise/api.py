@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from .cluster import Cluster
+from .cluster.units import memory_bytes
 from .errors import InputError
 from .ir.passes import recompute
 from .ir.placement import Layout, parse_layout
@@ -27,22 +27,6 @@ from .rules.ship import ship
 
 Constraints = Mapping[str, str]
 MEASURE = "measure"
-
-
-def memory_bytes(limit: int | str | None) -> int | None:
-    """`"40GiB"` -> bytes. Raises InputError for anything else than a positive size."""
-    if limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit > 0):
-        return limit
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    units |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", limit) if isinstance(limit, str) else None
-    try:
-        assert match is not None
-        value = int(float(match[1]) * units[match[2]])
-        assert value > 0
-        return value
-    except (AssertionError, KeyError, ValueError):
-        raise InputError(f"memory_limit: expected bytes or a size such as '40GiB', got {limit!r}") from None
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_the_code_runs(capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     scope: dict = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), scope)
     printed = capsys.readouterr().out
     assert "predicted step" in printed and "parameter layers.1.mlp.up.weight" in printed
-    assert scope["plan"].mesh == (2, 4)
+    assert scope["plan"].mesh == scope["offline"].mesh == (2, 4) and "parameter params.up" in printed
 
 
 def test_links_and_commands():

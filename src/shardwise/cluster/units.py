@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from ..errors import InputError
+
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
 _BYTES = {f"{p}B": f for p, f in (_DECIMAL | _BINARY).items()}
@@ -41,3 +43,19 @@ def parse_quantity(text: str, unit: str) -> float:
         hint = f'; did you mean "{same[0]}"?' if same else f"; known units are {', '.join(sorted(known, key=len)[:12])}"
         raise ValueError(f"{suffix!r} is no unit here{hint if known else ''}")
     return float(number) * known.get(suffix, 1.0)
+
+
+def memory_bytes(limit: int | str | None) -> int | None:
+    """`"40GiB"` -> bytes. Raises InputError for anything else than a positive size."""
+    if limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit > 0):
+        return limit
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    units |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", limit) if isinstance(limit, str) else None
+    try:
+        assert match is not None
+        value = int(float(match[1]) * units[match[2]])
+        assert value > 0
+        return value
+    except (AssertionError, KeyError, ValueError):
+        raise InputError(f"memory_limit: expected bytes or a size such as '40GiB', got {limit!r}") from None

@@ -3,8 +3,9 @@
     graph   :=  inputs, nodes (in execution order), outputs
     input   :=  value, kind (parameter | buffer | constant | input | seed | tangent | saved | zero), path
     node    :=  results (values, or None where the operator returns nothing) = op(args, kwargs)
-                + phase (forward | backward), recompute tag, the user's line, region of a decomposition
-    output  :=  name of a value or None, kind (output | mutation | gradient), path
+                + phase (forward | backward), recompute tag, the user's line, region of a decomposition, loop
+    output  :=  name of a value or None, kind (output | mutation | gradient | update), path
+    tie     :=  (value, value): results of two nodes; what the first gives has the layout that the second needs
     value   :=  name, shape, dtype, stride (None: contiguous), alias (the value whose storage it shares, or None)
     arg     :=  Ref(value) | Literal(kind, text) | None | bool | int | float | complex | str | tuple of args
 
@@ -21,11 +22,13 @@ from math import prod
 
 FORWARD, BACKWARD = "forward", "backward"
 INPUT_KINDS = ("parameter", "buffer", "constant", "input", "seed", "tangent", "saved", "zero")
-OUTPUT_KINDS = ("output", "mutation", "gradient", "saved")
+OUTPUT_KINDS = ("output", "mutation", "gradient", "update", "saved")
+TIED_KINDS = ("gradient", "update")
+"""Outputs that have the layout of the parameter with the same path: its gradient, or its next value."""
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
+    "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "uint16": 2, "uint32": 4, "uint64": 8,
 }  # fmt: skip
 
 
@@ -99,6 +102,13 @@ class Node:
     source: str = ""
     region: str | None = None
     """Nodes with the same region are the decomposition of one operator of the captured graph."""
+    loop: str = ""
+    """The loops that it lies in, outermost first, each with how often it runs: `a*12/b*4`."""
+
+    @property
+    def times(self) -> int:
+        """How often it runs in one step."""
+        return prod(int(part.rpartition("*")[2]) for part in self.loop.split("/") if part)
 
     @property
     def name(self) -> str:
@@ -122,6 +132,8 @@ class Graph:
     outputs: tuple[Output, ...]
     name: str = "graph"
     made_by: str = field(default="", compare=False)
+    ties: tuple[tuple[str, str], ...] = ()
+    """(result of one node, result of a later one): what a loop carries lies as what its next round needs."""
 
     @cached_property
     def values(self) -> dict[str, Value]:
@@ -135,6 +147,14 @@ class Graph:
     def producer(self) -> dict[str, int]:
         """Value name -> index of the node that makes it; inputs are absent."""
         return {v.name: k for k, node in enumerate(self.nodes) for v in node.results if v is not None}
+
+    @cached_property
+    def times(self) -> dict[str, int]:
+        """Value name -> how often it is made in one step; inputs are there once."""
+        table = {i.value.name: 1 for i in self.inputs}
+        for node in self.nodes:
+            table.update((v.name, node.times) for v in node.results if v is not None)
+        return table
 
     @cached_property
     def consumers(self) -> dict[str, tuple[int, ...]]:

@@ -139,6 +139,16 @@ def is_valid(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> b
     return True
 
 
+def is_even(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> bool:
+    """Whether all pieces of a valid layout have the same size."""
+    parts: dict[tuple[int, int, int], int] = {}
+    for placement, count in zip(layout, mesh):
+        if isinstance(placement, Shard):
+            key = (placement.dim, placement.outer, placement.unit)
+            parts[key] = parts.get(key, 1) * count
+    return all(shape[dim] // (outer * unit) % count == 0 for (dim, outer, unit), count in parts.items())
+
+
 def local_cuts(
     shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...], coords: tuple[int, ...]
 ) -> dict[int, tuple[Cut, ...]]:

@@ -3,11 +3,13 @@
     graph NAME {  # made by PASS
       input x: float32[4, 8] as parameter "fc.weight"
       y: float32[4, 8], z: float32[4] of x = aten.op.overload(x, [1, 2], dtype=Literal("dtype", "float32"))  @ {...}
+      tie y, z
       output y as output "0"
     }
 
 A type is dtype[shape], with `/ strides` inside the brackets where the value is not contiguous, and `of NAME` behind
-it where it shares NAME's storage. Behind `@` stand the phase (if backward), the recompute tag and the user's line.
+it where it shares NAME's storage. Behind `@` stand the phase (if backward), the recompute tag, the user's line and the
+loops around.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ def format_node(node: Node) -> str:
         notes["source"] = node.source
     if node.region is not None:
         notes["region"] = node.region
+    if node.loop:
+        notes["loop"] = node.loop
     results = "; ".join(map(format_value, node.results))
     line = f"{results} = {node.op}({', '.join(args)})"
     return f"{line}  @ {json.dumps(notes)}" if notes else line
@@ -66,6 +70,7 @@ def format_graph(graph: Graph) -> str:
     lines = [f"graph {graph.name} {{" + (f"  # made by {graph.made_by}" if graph.made_by else "")]
     lines += [f"  input {format_value(i.value)} as {i.kind} {json.dumps(i.path)}" for i in graph.inputs]
     lines += [f"  {format_node(node)}" for node in graph.nodes]
+    lines += [f"  tie {a}, {b}" for a, b in graph.ties]
     lines += [f"  output {o.name or '_'} as {o.kind} {json.dumps(o.path)}" for o in graph.outputs]
     return "\n".join([*lines, "}"]) + "\n"
 
@@ -119,6 +124,7 @@ def _parse_node(line: str) -> Node:
         recompute=notes.get("recompute"),
         source=notes.get("source", ""),
         region=notes.get("region"),
+        loop=notes.get("loop", ""),
     )
 
 
@@ -128,7 +134,7 @@ def parse_graph(text: str) -> Graph:
     header = re.match(r"graph (\S+) \{(?:  # made by (.*))?$", lines[0])
     if header is None or lines[-1] != "}":
         raise ValueError("a graph starts with 'graph NAME {' and ends with '}'")
-    inputs, nodes, outputs = [], [], []
+    inputs, nodes, outputs, ties = [], [], [], []
     for number, line in enumerate(lines[1:-1], start=2):
         try:
             if match := re.match(r'input (.*) as (\w+) (".*")$', line):
@@ -137,8 +143,10 @@ def parse_graph(text: str) -> Graph:
                 inputs.append(Input(value, match[2], json.loads(match[3])))
             elif match := re.match(r'output (\w+) as (\w+) (".*")$', line):
                 outputs.append(Output(None if match[1] == "_" else match[1], match[2], json.loads(match[3])))
+            elif match := re.match(r"tie (\w+), (\w+)$", line):
+                ties.append((match[1], match[2]))
             else:
                 nodes.append(_parse_node(line))
         except (ValueError, SyntaxError, AssertionError) as error:
             raise ValueError(f"line {number}: cannot read {line!r}: {error}") from error
-    return Graph(tuple(inputs), tuple(nodes), tuple(outputs), header[1], header[2] or "")
+    return Graph(tuple(inputs), tuple(nodes), tuple(outputs), header[1], header[2] or "", tuple(ties))

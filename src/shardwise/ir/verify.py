@@ -9,7 +9,7 @@ def verify(graph: Graph) -> Graph:
     """Returns the graph, or raises AssertionError naming the first node that breaks an invariant.
 
     Every name is defined once and before its use; kinds and phases are known; a forward node reads no value of a
-    backward node; an alias names an existing value; outputs exist.
+    backward node; an alias names an existing value; outputs exist; both ends of a tie exist.
     """
     known: dict[str, str] = {}
     for item in graph.inputs:
@@ -33,4 +33,6 @@ def verify(graph: Graph) -> Graph:
     for output in graph.outputs:
         assert output.kind in OUTPUT_KINDS, f"output {output.path}: unknown kind {output.kind!r}"
         assert output.name is None or output.name in known, f"output {output.path} names unknown {output.name}"
+    for first, second in graph.ties:
+        assert first in known and second in known, f"tie of unknown {first} or {second}"
     return graph

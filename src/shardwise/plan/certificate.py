@@ -48,13 +48,11 @@ def certify(network: Network, reduced: Network, folded: Folded, give: dict, take
     for k, cost, before, after in reversed(reduced.removed):
         _undo(k, cost, before, after, gives, takes)
     found = Certificate({}, {})
-    gradients = {p: g for p, (g, _, _) in reduced.tied.items()}
     for hub in network.hubs.values():
         for edge in hub.edges:
             use = hub.name, edge.consumer, edge.position
             layouts = [hub.targets[q] for q in edge.at]
-            reader = gradients.get(edge.consumer, edge.consumer)  # a parameter reads what is its gradient's
-            key = hub.name, reader, edge.position
+            key = hub.name, *network.reader(edge)
             found.give[key] = {x: float(p) / MICRO for x, p in zip(hub.sources, gives[use])}
             found.take[key] = {x: float(p) / MICRO for x, p in zip(layouts, takes[use])}
     return found
@@ -118,9 +116,16 @@ def _least_price(problem: Problem, certificate: Certificate, k: int, gradients: 
         for position, (name, layout) in enumerate(zip(vertex.needs, vertex.need_layouts[s])):
             total += certificate.take[name, k, position].get(layout, FORBIDDEN)
         for gradient in gradients:
-            name, stored = problem.vertices[gradient].needs[0], vertex.give_layouts[s][0]
-            wanted = {layouts[0] for layouts in problem.vertices[gradient].need_layouts}
+            other, stored = problem.vertices[gradient], vertex.give_layouts[s][0]
+            wanted = {layouts[0]: k for k, layouts in enumerate(other.need_layouts)}
             assert stored is not None
-            total += certificate.take[name, gradient, 0].get(stored, FORBIDDEN) if stored in wanted else FORBIDDEN
+            if stored not in wanted:
+                total += FORBIDDEN
+                continue
+            total += other.seconds[wanted[stored]]
+            total += certificate.take[other.needs[0], gradient, 0].get(stored, FORBIDDEN)
+            for name, layout in zip(other.gives, other.give_layouts[wanted[stored]]):
+                if name is not None and layout is not None:
+                    total += sum(certificate.give[name, v, p].get(layout, FORBIDDEN) for v, p in problem.used_by[name])
         totals.append(total)
     return min(totals)

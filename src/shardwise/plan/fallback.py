@@ -36,7 +36,7 @@ def _walk(problem: Problem, choose, preferred: str) -> tuple[int, ...] | None:
     parameters = set(tied.values())
     chosen: list[int] = []
     for k, vertex in enumerate(problem.vertices):
-        if k in parameters:
+        if k in parameters and not vertex.needs:
             best = 0 if preferred == "first" else len(vertex.seconds) - 1
         else:
             costs, cut = [], []

@@ -61,11 +61,14 @@ def strategy_holdings(
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray, tuple[int, int]]]:
     """(group, strategies, bytes of the value in its own layout, when) of every value that some vertex makes."""
     sizes: dict[tuple[str, Layout], int] = {}
+    second = {gradient: (parameter, its) for parameter, (gradient, _, its) in network.tied.items()}
     for name, maker in problem.made_by.items():
         vertex = problem.vertices[maker]
         place = vertex.gives.index(name)
         strategies = range(len(vertex.seconds))
-        if maker in network.tied:
+        if maker in second:
+            maker, strategies = second[maker][0], second[maker][1].tolist()
+        elif maker in network.tied:
             strategies = network.tied[maker][1].tolist()
         nbytes = []
         for strategy in strategies:

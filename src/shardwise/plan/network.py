@@ -79,6 +79,13 @@ class Network:
     """Parameter -> (gradient, its own strategies, the gradient's) of the vertex that both became."""
     removed: list[tuple[int, np.ndarray, Hub | None, Hub | None]] = field(default_factory=list)
     """(vertex, its cost, hub it consumed, hub it made) of every step, in order."""
+    second: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(vertex that two became, position behind the needs of the first) -> the second."""
+
+    def reader(self, edge: Edge) -> tuple[int, int]:
+        """The vertex of the problem, and the position among its needs, that an edge leads to."""
+        second = self.second.get((edge.consumer, edge.position))
+        return (edge.consumer, edge.position) if second is None else (second, 0)
 
 
 class _Once:
@@ -142,7 +149,8 @@ def _hub(problem: Problem, name: str, maker: int, once: _Once) -> Hub:
     columns = [once(_column, problem.vertices[v].need_layouts, position) for v, position in users]
     targets, places = once(_union, *columns)
 
-    micros = once(_table, problem.resharding_of(name), value.shape, ITEM_BYTES.get(value.dtype, 8), sources, targets)
+    item, times = ITEM_BYTES.get(value.dtype, 8), problem.graph.times[name]
+    micros = once(_table, problem.resharding_of(name), value.shape, item, sources, targets, times)
     edges = tuple(
         Edge(v, position, problem.vertices[v].phase, column[0], at)
         for (v, position), column, at in zip(users, columns, places)
@@ -151,13 +159,22 @@ def _hub(problem: Problem, name: str, maker: int, once: _Once) -> Hub:
 
 
 def _table(
-    resharding: Resharding, shape: tuple[int, ...], item: int, sources: tuple[Layout, ...], targets: tuple[Layout, ...]
+    resharding: Resharding,
+    shape: tuple[int, ...],
+    item: int,
+    sources: tuple[Layout, ...],
+    targets: tuple[Layout, ...],
+    times: int,
 ) -> np.ndarray:
-    return np.minimum(resharding.table(shape, item, sources, targets) * MICRO, FORBIDDEN)
+    return np.minimum(resharding.table(shape, item, sources, targets) * (MICRO * times), FORBIDDEN)
 
 
 def _take(array: np.ndarray, index: np.ndarray) -> np.ndarray:
     return array[index]
+
+
+def _take_both(a: np.ndarray, at: np.ndarray, b: np.ndarray, there: np.ndarray) -> np.ndarray:
+    return a[at] + b[there]
 
 
 def _common(stored: tuple, wanted: tuple) -> tuple[np.ndarray, np.ndarray]:
@@ -169,23 +186,35 @@ def _common(stored: tuple, wanted: tuple) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _tie(problem: Problem, network: Network, parameter: int, gradient: int, once: _Once) -> None:
-    name = problem.vertices[gradient].needs[0]
+    """One vertex for both: it has the needs of the first and then that of the second, and gives what both give."""
+    first, second = problem.vertices[parameter], problem.vertices[gradient]
+    name = second.needs[0]
     mine, its = once(_common, problem.vertices[parameter].give_layouts, problem.vertices[gradient].need_layouts)
     if not len(mine):
         raise PlanError(f"{problem.vertices[gradient].name} cannot have the layout of its parameter")
     network.tied[parameter] = (gradient, mine, its)
-    network.cost[parameter] = once(_take, network.cost[parameter], mine)
+    network.second[parameter, len(first.needs)] = gradient
+    network.cost[parameter] = once(_take_both, network.cost[parameter], mine, network.cost[gradient], its)
     del network.cost[gradient]
-    for given in problem.vertices[parameter].gives:
+    for given in first.gives:
         if given in network.hubs:
             hub = network.hubs[given]
             network.hubs[given] = replace(hub, own=once(_take, hub.own, mine))
-    hub = network.hubs[name]
-    edges = tuple(
-        replace(e, consumer=parameter, position=0, need=once(_take, e.need, its)) if e.consumer == gradient else e
-        for e in hub.edges
-    )
-    network.hubs[name] = replace(hub, edges=edges)
+    for place, given in enumerate(second.gives):
+        if given in network.hubs:
+            hub = network.hubs[given]
+            own = once(_take, hub.own, its)
+            network.hubs[given] = replace(hub, maker=parameter, result=len(first.gives) + place, own=own)
+    for needed in dict.fromkeys((*first.needs, name)):
+        hub = network.hubs[needed]
+        edges = []
+        for e in hub.edges:
+            if e.consumer == gradient:
+                e = replace(e, consumer=parameter, position=len(first.needs), need=once(_take, e.need, its))
+            elif e.consumer == parameter:
+                e = replace(e, need=once(_take, e.need, mine))
+            edges.append(e)
+        network.hubs[needed] = replace(hub, edges=tuple(edges))
 
 
 def _product(cost: np.ndarray, left: np.ndarray, columns: np.ndarray, own: np.ndarray, right: np.ndarray) -> np.ndarray:

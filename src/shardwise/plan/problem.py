@@ -1,7 +1,8 @@
 """The planning problem as plain tables: vertices with strategies, values with layouts, costs in seconds.
 
 Every node is a vertex; so is every input (it chooses the layout in which the tensor arrives or is stored) and every
-output (it needs one of the layouts it accepts). A gradient is tied to the layout of its parameter.
+output (it needs one of the layouts it accepts). A gradient is tied to the layout of its parameter, and so is what a
+round of a loop hands on to what the next one begins with. What lies in a loop costs as often as the loop runs.
 
 Memory is modelled by static intervals (`intervals`), so that it is linear in the choices:
 - a value's own layout lives from its producer to its first consumer; on to the last consumer of forward if one of
@@ -21,10 +22,10 @@ from functools import lru_cache
 from ..cluster.model import Cluster
 from ..cost.compute import roofline_s
 from ..errors import ConstraintError
-from ..ir.graph import BACKWARD, FORWARD, ITEM_BYTES, Graph, Node, Value
+from ..ir.graph import BACKWARD, FORWARD, ITEM_BYTES, TIED_KINDS, Graph, Node, Value
 from ..ir.liveness import storage_of
 from ..ir.passes import leaving
-from ..ir.placement import Layout, Partial, R, Shard, format_layout, is_valid, max_local_elements
+from ..ir.placement import Layout, Partial, R, Shard, format_layout, is_even, is_valid, max_local_elements
 from ..ir.runner import call_of
 from ..rules.rule import Rule
 from .cuts import DimCuts, find_cuts
@@ -49,6 +50,12 @@ class Settings:
     """(path, layout) wishes: the name of a parameter, "input K" or "output K"; a gradient follows its parameter. An
     input is given whole and cut on every rank by itself."""
     forbidden: tuple[tuple[str, Layout], ...] = ()
+    even: bool = False
+    """Only pieces of equal size."""
+    arrive_placed: bool = False
+    """Inputs arrive, and outputs leave, in any layout in which a parameter may be stored."""
+    reused: tuple[str, ...] = ()
+    """Paths of parameters whose next value is written where the old one lies."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +125,10 @@ class Problem:
         return int(self.local_bytes(name, layout) * multiple)
 
     def transport_s(self, name: str, source: Layout, target: Layout) -> float:
-        """Seconds to bring a value from one layout to another."""
+        """Seconds to bring a value from one layout to another, as often as it is made."""
         value = self.value(name)
-        return self.resharding_of(name).seconds(value.shape, ITEM_BYTES.get(value.dtype, 8), source, target)
+        once_s = self.resharding_of(name).seconds(value.shape, ITEM_BYTES.get(value.dtype, 8), source, target)
+        return once_s * self.graph.times[name]
 
 
 def build_problem(
@@ -144,13 +152,15 @@ def build_problem(
     ties = [
         (inputs[o.path], k)
         for k, o in zip(builder.output_vertices(len(vertices)), builder.present_outputs)
-        if o.kind == "gradient" and o.path in inputs
+        if o.kind in TIED_KINDS and o.path in inputs
     ]
+    ties += [(made_by[first], made_by[second]) for first, second in graph.ties]
     problem = Problem(graph, settings, resharding, vertices, made_by, used_by, ties)
     problem.persistent = frozenset(i.value.name for i in graph.inputs)
     problem.parameters = frozenset(i.value.name for i in graph.inputs_of("parameter"))
     owner = storage_of(graph)
     problem.free = frozenset(n for n in graph.values if owner[n] != n)
+    problem.free |= {o.name for o in graph.outputs_of("update") if o.path in settings.reused and o.name is not None}
     problem.span = _spans(problem, owner)
     problem.flops = flops or {}
     problem.leaving = leaving(graph)
@@ -264,7 +274,7 @@ class _Builder:
             return self.stored_layouts(value)
         if kind == "input" and path in self.settings.sharded_inputs:
             return [(Shard(0),) * len(self.mesh)]
-        if kind == "input" and f"input {path}" in self.fixed:
+        if kind == "input" and (self.settings.arrive_placed or f"input {path}" in self.fixed):
             return self.stored_layouts(value)
         return [whole]
 
@@ -274,7 +284,11 @@ class _Builder:
         layouts: list[Layout] = [()]
         for _ in self.mesh:
             layouts = [(*left, p) for left in layouts for p in options]
-        return [x for x in layouts if is_valid(value.shape, x, self.mesh)]
+        return [x for x in layouts if is_valid(value.shape, x, self.mesh) and self._fits(value.shape, x)]
+
+    def _fits(self, shape: tuple[int, ...], layout: Layout | None) -> bool:
+        """Whether the pieces are as equal as they have to be."""
+        return not self.settings.even or layout is None or is_even(shape, layout, self.mesh)
 
     def nodes(self) -> list[Vertex]:
         """One vertex per node; equal nodes share their tables."""
@@ -282,6 +296,7 @@ class _Builder:
         known: dict[tuple, tuple] = {}
         for k, (node, rule) in enumerate(zip(self.graph.nodes, self.rules)):
             key = (id(rule), self.flops.get(node.name, 0.0), *map(self._kind, node.operands), len(node.operands))
+            key += (node.times,)
             key += tuple(None if v is None else self._kind(v.name) for v in node.results)
             if key not in known:
                 known[key] = self._tables(k, node, rule)
@@ -299,6 +314,10 @@ class _Builder:
         """The fields of a vertex that depend on its strategies."""
         options = axis_options(node, self.graph, rule, self.cuts)
         chosen = strategies(node, self.graph, options, self.mesh, rule)
+        if self.settings.even:
+            shapes = [self.graph.values[n].shape for n in call_of(node, self.graph.values)[1]]
+            shapes += [() if v is None else v.shape for v in node.results]
+            chosen = tuple(s for s in chosen if all(map(self._fits, shapes, (*s.operands, *s.results))))
         return (
             tuple(s.operands for s in chosen),
             tuple(s.results for s in chosen),
@@ -321,7 +340,8 @@ class _Builder:
                 elements = max_local_elements(value.shape, layout, self.mesh)
                 moved += elements * ITEM_BYTES.get(value.dtype, 8)
         dtype = next((v.dtype for v in made if v.dtype.startswith(("float", "bfloat"))), "float32")
-        return roofline_s(self.flops.get(node.name, 0.0) * share, moved, dtype, self.cluster.device)
+        once_s = roofline_s(self.flops.get(node.name, 0.0) * share, moved, dtype, self.cluster.device)
+        return once_s * node.times
 
     def outputs(self) -> list[Vertex]:
         """One vertex per output that exists."""
@@ -331,7 +351,7 @@ class _Builder:
             assert item.name is not None
             value = self.graph.values[item.name]
             layouts = self._output_layouts(item.kind, item.path, value)
-            backward = item.kind == "gradient"
+            backward = item.kind in TIED_KINDS
             time = len(self.graph.nodes) if backward else forward_end
             nothing, free = _nothing(len(layouts))
             name = f"output {item.path}"
@@ -340,7 +360,7 @@ class _Builder:
 
     def _output_layouts(self, kind: str, path: str, value: Value) -> tuple[Layout, ...]:
         whole: Layout = (R,) * len(self.mesh)
-        if kind == "gradient":
+        if kind in TIED_KINDS:
             source = next((i for i in self.graph.inputs if i.path == path and i.kind == "parameter"), None)
             if source is None:
                 in_rows = path.removeprefix("input ") in self.settings.sharded_inputs
@@ -348,6 +368,8 @@ class _Builder:
             return self._wishes(path, self.stored_layouts(source.value))
         if kind == "mutation" or value.nbytes <= SMALL_OUTPUT_BYTES:
             return (whole,)
+        if self.settings.arrive_placed:
+            return self._wishes(f"output {path}", self.stored_layouts(value))
         layouts = self._made_layouts(value.name) | {whole}
         return self._wishes(f"output {path}", sorted(layouts, key=format_layout))
 

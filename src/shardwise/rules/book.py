@@ -66,6 +66,8 @@ class RuleBook:
     use_shipped: bool = True
     rules: dict[str, Rule] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
+    discover: Callable[..., list[Rule]] = discover_all
+    """What finds the rules of (stand-ins, runner, progress): forks children, unless the framework cannot be forked."""
     _resolved: dict[str, Rule] = field(default_factory=dict)
     """Rules by the printed call itself, not by its stand-in."""
     _loaded: bool = False
@@ -133,7 +135,7 @@ class RuleBook:
         """Finds and saves the rules of those stand-ins that have none."""
         unknown = {key: p for p in proxies if (key := format_call(p)) not in self.rules}
         if unknown:
-            self.rules.update(zip(unknown, discover_all(list(unknown.values()), self.runner, progress)))
+            self.rules.update(zip(unknown, self.discover(list(unknown.values()), self.runner, progress)))
             self.counts.discovered += len(unknown)
             self.save()
 

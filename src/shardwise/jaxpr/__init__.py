@@ -1,0 +1,1 @@
+"""Everything that imports jax: capture of jaxprs, the OpRunner, and the program that runs sharded."""
