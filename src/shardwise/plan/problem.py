@@ -151,7 +151,7 @@ def build_problem(
     inputs = {i.path: made_by[i.value.name] for i in graph.inputs_of("parameter")}
     ties = [
         (inputs[o.path], k)
-        for k, o in zip(builder.output_vertices(len(vertices)), builder.present_outputs)
+        for k, o in enumerate(builder.present_outputs, len(vertices) - len(builder.present_outputs))
         if o.kind in TIED_KINDS and o.path in inputs
     ]
     ties += [(made_by[first], made_by[second]) for first, second in graph.ties]
@@ -240,10 +240,6 @@ class _Builder:
             self.forbidden.setdefault(path, set()).add(layout)
         self.present_outputs = [o for o in graph.outputs if o.name is not None]
         self.owner = storage_of(graph)
-
-    def output_vertices(self, total: int) -> range:
-        """Indices of the output vertices among all."""
-        return range(total - len(self.present_outputs), total)
 
     def _wishes(self, path: str, layouts: list[Layout]) -> tuple[Layout, ...]:
         wanted = self.fixed.get(path)
