@@ -17,7 +17,6 @@ TOLERANCE = 1e-9
 """fp64, relative to the largest element: sums are rounded in another order."""
 MESHES = ([8], [2, 4], [2, 2, 2])
 DEFAULT = [
-    ("mlp", [2, 4], "sgd"),
     ("conv", [8], "sgd"),
     ("gpt", [8], "adamw"),
     ("moe", [8], "sgd"),
@@ -75,6 +74,7 @@ def test_loops_and_branches():
     assert max(on_devices(loops).values()) < TOLERANCE
 
 
+@pytest.mark.full
 def test_uneven_sizes_are_split_where_they_can_be():
     found = on_devices(uneven)
     assert found["difference"] < TOLERANCE
