@@ -102,8 +102,9 @@ def parallelize(
 
     `step` takes parameters, optimizer state and a batch, and returns the new ones; arguments that come back keep one
     layout. `mesh` is a `jax.sharding.Mesh`, a shape such as (2, 4), or None for the planner's choice over all devices.
-    What `step`'s own jax.jit donates is donated. A `memory_limit` holds for the compiled step. `cluster` describes the machine; this machine's processors are
-    estimated without it. See `plan` for the rest. Raises InputError, CaptureError, PlanError, MemoryLimitError.
+    What `step`'s own jax.jit donates is donated. A `memory_limit` holds for the compiled step. `cluster` describes the
+    machine; this machine's processors are estimated without it. See `plan` for the rest. Raises InputError,
+    CaptureError, PlanError, MemoryLimitError.
     """
     devices = list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else jax.devices()
     shape = mesh_shape(mesh, len(devices))
