@@ -15,7 +15,7 @@ from typing import Any
 from .cluster import Cluster
 from .cluster.probe import probe_local
 from .cluster.units import memory_bytes
-from .errors import InputError
+from .errors import InputError, MemoryLimitError
 from .ir.graph import Graph
 from .ir.placement import Layout, Partial, Shard, parse_layout
 from .plan.plan import Plan
@@ -102,8 +102,9 @@ def parallelize(
 
     `step` takes parameters, optimizer state and a batch, and returns the new ones; arguments that come back keep one
     layout. `mesh` is a `jax.sharding.Mesh`, a shape such as (2, 4), or None for the planner's choice over all devices.
-    What `step`'s own jax.jit donates is donated. `cluster` describes the machine; this machine's processors are
-    estimated without it. See `plan` for the rest. Raises InputError, CaptureError, PlanError, MemoryLimitError.
+    What `step`'s own jax.jit donates is donated. A `memory_limit` holds for the compiled step. `cluster` describes the
+    machine; this machine's processors are estimated without it. See `plan` for the rest. Raises InputError,
+    CaptureError, PlanError, MemoryLimitError.
     """
     devices = list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else jax.devices()
     shape = mesh_shape(mesh, len(devices))
@@ -120,7 +121,14 @@ def parallelize(
         names = tuple(f"axis{k}" for k in range(len(found.plan.mesh)))
         mesh = jax.make_mesh(found.plan.mesh, names, devices=devices, axis_types=_automatic(len(names)))
     links = (machine(devices) if cluster is None else _cluster(cluster)).axes(found.plan.mesh)
-    return ShardedStep(found, mesh, Resharding(found.plan.mesh, links), step)
+    parallel = ShardedStep(found, mesh, Resharding(found.plan.mesh, links), step)
+    if (limit := memory_bytes(memory_limit)) is not None and (used := parallel.compiled_bytes()) > limit:
+        raise MemoryLimitError(
+            f"the plan needs {found.plan.peak_bytes} bytes per device and keeps the limit of {limit}, but the compiled "
+            f"step needs {used} with the compiler's scratch memory. Raise memory_limit, or use more devices",
+            used,
+        )
+    return parallel
 
 
 def _automatic(count: int) -> tuple[Any, ...]:

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("jax", reason="JAX is an optional extra: pip install 'shardwise[jax]'")
 
+pytestmark = pytest.mark.full  # minutes: rules are found by running, plans are for 8 devices
+
 from .devices import on_devices
 from .runs import compare, loops, uneven
 
@@ -17,7 +19,6 @@ TOLERANCE = 1e-9
 """fp64, relative to the largest element: sums are rounded in another order."""
 MESHES = ([8], [2, 4], [2, 2, 2])
 DEFAULT = [
-    ("mlp", [2, 4], "sgd"),
     ("conv", [8], "sgd"),
     ("gpt", [8], "adamw"),
     ("moe", [8], "sgd"),
@@ -75,6 +76,7 @@ def test_loops_and_branches():
     assert max(on_devices(loops).values()) < TOLERANCE
 
 
+@pytest.mark.full
 def test_uneven_sizes_are_split_where_they_can_be():
     found = on_devices(uneven)
     assert found["difference"] < TOLERANCE

@@ -6,6 +6,8 @@ import pytest
 
 pytest.importorskip("jax", reason="JAX is an optional extra: pip install 'shardwise[jax]'")
 
+pytestmark = pytest.mark.full  # minutes: rules are found by running, plans are for 8 devices
+
 import jax
 import jax.numpy as jnp
 
@@ -22,10 +24,6 @@ def f(*shape: int) -> S:
     return S(shape, "float32")
 
 
-def i(*shape: int) -> S:
-    return S(shape, "int32")
-
-
 EXPECTED = {
     "matmul": (
         lambda a, b: a @ b, (f(8, 32), f(32, 16)), "dot_general",
@@ -40,10 +38,6 @@ EXPECTED = {
     "any": (lambda a: a.any(1), (S((8, 32), "bool"),), "reduce_or", "([i,j]) -> ([i]) reduce{j:max}"),
     "argmax": (lambda a: jnp.argmax(a, 1), (f(8, 32),), "argmax", "([i,_]) -> ([i])"),
     "cumsum": (lambda a: jnp.cumsum(a, 1), (f(8, 32),), "cumsum", "([i,_]) -> ([i,_]) linear{0}"),
-    "reshape": (
-        lambda a: a.reshape(8, 4, 8), (f(8, 32),), "reshape",
-        "([i,8.k|j.8]) -> ([i,j,k]) local{i:new_sizes.0} local{j:new_sizes.1} local{k:new_sizes.2} linear{0}",
-    ),
     "broadcast": (
         lambda a: jax.lax.broadcast_in_dim(a, (8, 32), (1,)), (f(32),), "broadcast_in_dim",
         "([i]) -> ([j,i]) local{i:shape.1} local{j:shape.0} linear{0}",
@@ -52,9 +46,6 @@ EXPECTED = {
         lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME"), (f(8, 16, 20, 20), f(32, 16, 3, 3)),
         "conv_general_dilated", "([i,j,_,_],[k,j,_,_]) -> ([i,k,_,_]) reduce{j:sum} linear{0|1}",
     ),
-    "gather": (lambda t, k: t[k], (f(250, 32), i(8, 16)), "gather", None),
-    "scatter": (lambda t, k, u: t.at[k].add(u), (f(250, 32), i(8), f(8, 32)), "scatter-add", None),
-    "sort": (lambda a: jnp.sort(a, 1), (f(8, 32),), "sort", "([i,_]) -> ([i,_])"),
     "iota": (lambda: jax.lax.broadcasted_iota("int32", (8, 32), 1), (), "iota", "() -> ([i,_]) local{i:shape.0}"),
 }  # fmt: skip
 
@@ -87,8 +78,3 @@ def _without_inputs(closed) -> Graph:
 @pytest.mark.parametrize("name", [k for k, v in EXPECTED.items() if v[3] is not None])
 def test_rule(found, name):
     assert found[name] == EXPECTED[name][3]
-
-
-def test_the_dim_that_indices_point_into_is_split(found):
-    assert "index{" in found["gather"] and "mask" in found["gather"]
-    assert "index{" in found["scatter"]

@@ -94,6 +94,12 @@ class ShardedStep:
         """By which moves a value goes from one layout to another."""
         return self._late if name in self._leaving else self._resharding
 
+    def compiled_bytes(self) -> int:
+        """Memory of one device, as the compiler says: arguments, outputs that are not written over them, the rest."""
+        found = self.compile().memory_analysis()
+        held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+        return held + found.temp_size_in_bytes
+
     def compile(self) -> Any:
         """The compiled step, without running it: `jax.stages.Compiled`."""
         return self._jitted.lower(*self.program.structs).compile()
