@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("jax", reason="JAX is an optional extra: pip install 'shardwise[jax]'")
 
-pytestmark = pytest.mark.full  # minutes: rules are found by running, plans are for 8 devices
-
 from .devices import on_devices
 from .runs import compare, loops, uneven
+
+pytestmark = pytest.mark.full  # minutes: rules are found by running, plans are for 8 devices
 
 TOLERANCE = 1e-9
 """fp64, relative to the largest element: sums are rounded in another order."""

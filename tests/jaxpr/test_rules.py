@@ -6,8 +6,6 @@ import pytest
 
 pytest.importorskip("jax", reason="JAX is an optional extra: pip install 'shardwise[jax]'")
 
-pytestmark = pytest.mark.full  # minutes: rules are found by running, plans are for 8 devices
-
 import jax
 import jax.numpy as jnp
 
@@ -16,6 +14,8 @@ from shardwise.ir.runner import call_of
 from shardwise.jaxpr.capture import capture
 from shardwise.jaxpr.rules import _lifted, jax_book, rules_of_graph
 from shardwise.rules.rule import format_rule
+
+pytestmark = pytest.mark.full  # minutes: rules are found by running, plans are for 8 devices
 
 S = jax.ShapeDtypeStruct
 
