@@ -9,10 +9,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from .cluster import Cluster
+from .cluster import mesh_shapes as every_shape
 from .cluster.units import memory_bytes
 from .errors import InputError
 from .ir.passes import recompute
-from .ir.placement import Layout, parse_layout
+from .ir.placement import Layout, format_layout, parse_layout
 from .pipeline import Planned, Request, Ruled, distribute, find_rules, plan_program, silent
 from .plan.plan import Plan
 from .pytorch.call import check_example, describe_example
@@ -22,7 +23,16 @@ from .pytorch.known import known_cluster
 from .pytorch.module import check_module
 from .pytorch.runner import TorchRunner
 from .pytorch.state import check_state
-from .pytorch.world import check_equal, ensure_group, mesh_shapes, target_device, together
+from .pytorch.world import (
+    NOT_GIVEN,
+    check_device,
+    check_equal,
+    check_options,
+    ensure_group,
+    mesh_shapes,
+    target_device,
+    together,
+)
 from .rules.ship import ship
 
 Constraints = Mapping[str, str]
@@ -30,42 +40,58 @@ MEASURE = "measure"
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """Placements that the user fixes or forbids, by path, and the mesh shapes that have as many axes as they name."""
+class Wish:
+    """One placement that the user fixes or forbids."""
 
-    fixed: tuple[tuple[str, Layout], ...]
-    forbidden: tuple[tuple[str, Layout], ...]
-    shapes: tuple[tuple[int, ...], ...]
+    path: str
+    layout: Layout
+    forbidden: bool
+
+    def __str__(self) -> str:
+        return ("!" if self.forbidden else "") + format_layout(self.layout)
 
 
-def _wishes(constraints: Constraints | None, shapes: tuple[tuple[int, ...], ...], program: Program) -> Wishes:
-    """Reads `constraints`. Raises InputError naming the path for what is no layout, or for a path that is unknown."""
+def _wishes(constraints: Constraints | None) -> tuple[Wish, ...]:
+    """Reads `constraints`. Raises InputError for what is no dictionary, and naming the path for what is no layout."""
     if constraints is not None and not isinstance(constraints, Mapping):
         raise InputError(
             f"constraints: expected a dictionary such as {{'fc.weight': 'S0'}}, got {type(constraints).__name__}"
         )
+    found = []
+    for path, text in (constraints or {}).items():
+        if not isinstance(text, str) or not text.strip():
+            raise InputError(f"constraints[{path!r}]: expected a placement such as 'S0', 'R' or '!R', got {text!r}")
+        try:
+            layout = parse_layout(text.strip().removeprefix("!"))
+        except ValueError as error:
+            raise InputError(f"constraints[{path!r}]: {error}") from None
+        found.append(Wish(path, layout, text.strip().startswith("!")))
+    return tuple(found)
+
+
+def _fit(wishes: Sequence[Wish], shapes: tuple[tuple[int, ...], ...], program: Program) -> tuple[tuple[int, ...], ...]:
+    """The mesh shapes that have as many axes as the wishes name. Raises InputError where there is none, or for a path
+    that the model does not have."""
     graph = program.graph
     known = [i.path for i in graph.inputs_of("parameter", "buffer")]
     known += [f"input {i.path}" for i in graph.inputs_of("input")]
     known += [f"output {o.path}" for o in graph.outputs_of("output")]
-    fixed, forbidden = [], []
-    for path, text in (constraints or {}).items():
-        if path not in known:
-            close = ", ".join(get_close_matches(str(path), known, 3)) or "input 0, output 0 or a parameter's name"
-            raise InputError(f"constraints: the model has no {path!r}; try {close}")
-        try:
-            layout = parse_layout(str(text).removeprefix("!"))
-        except ValueError as error:
-            raise InputError(f"constraints[{path!r}]: {error}") from None
-        left = tuple(s for s in shapes if len(s) == len(layout))
+    for wish in wishes:
+        if wish.path not in known:
+            close = ", ".join(get_close_matches(str(wish.path), known, 3)) or "input 0, output 0 or a parameter's name"
+            raise InputError(f"constraints: the model has no {wish.path!r}; try {close}")
+        left = tuple(s for s in shapes if len(s) == len(wish.layout))
         if not left:
             raise InputError(
-                f"constraints[{path!r}]: {text} has {len(layout)} axes, the mesh has {len(shapes[0])}; write one "
-                "placement per axis, such as '[S0, R]' on two, or choose the mesh with mesh="
+                f"constraints[{wish.path!r}]: {wish} has {_axes(len(wish.layout))}, the mesh has {len(shapes[0])}; "
+                "write one placement per axis, such as '[S0, R]' on two, or choose the mesh with mesh="
             )
         shapes = left
-        (forbidden if str(text).startswith("!") else fixed).append((path, layout))
-    return Wishes(tuple(fixed), tuple(forbidden), shapes)
+    return shapes
+
+
+def _axes(count: int) -> str:
+    return f"{count} ax{'i' if count == 1 else 'e'}s"
 
 
 def _cluster(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
@@ -118,15 +144,15 @@ def plan_model(
     progress: Any = silent,
 ) -> Planned:
     """As `plan`, with the captured program and the rules."""
-    found = _check_arguments(module, example, example_kwargs, cluster, memory_limit, "global", True, progress)
+    _check_call(module, example, example_kwargs, progress)
+    found = None if cluster == MEASURE else _cluster(cluster)
     if found is None:
         raise InputError("cluster: name the machine to plan for, a Cluster, a file or a preset such as 'a100x8'")
+    limit, wishes = memory_bytes(memory_limit), _wishes(constraints)
     shapes = mesh_shapes(mesh, found.world_size) or found.mesh_shapes()
     program = capture(module, _example(example), example_kwargs)
-    wishes = _wishes(constraints, shapes, program)
-    limit = memory_bytes(memory_limit)
-    request = Request(found, wishes.shapes, limit, wishes.fixed, wishes.forbidden, progress=progress)
-    return plan_program(program, request)
+    shapes = _fit(wishes, shapes, program)
+    return plan_program(program, Request(found, shapes, limit, *_sorted(wishes), progress=progress))
 
 
 def rules_of(
@@ -151,30 +177,75 @@ def _example(example: Any) -> tuple:
     return tuple(example)
 
 
-def _check_arguments(
-    module: Any,
-    example: Any,
-    example_kwargs: Any,
-    cluster: Any,
-    memory_limit: Any,
-    batch: Any,
-    overlap: Any,
-    progress: Any,
-) -> Cluster | None:
-    """Raises InputError for what `parallelize` cannot take; the cluster that the user describes."""
+def _sorted(wishes: Sequence[Wish]) -> tuple[tuple[tuple[str, Layout], ...], tuple[tuple[str, Layout], ...]]:
+    """(path, layout) of what must be, and of what must not be."""
+    fixed = tuple((w.path, w.layout) for w in wishes if not w.forbidden)
+    return fixed, tuple((w.path, w.layout) for w in wishes if w.forbidden)
+
+
+def _check_call(module: Any, example: Any, example_kwargs: Any, progress: Any) -> None:
+    """Raises InputError for what is no module, or no call of it."""
     check_module(module)
     args = _example(example)
     if not isinstance(example_kwargs, Mapping | None):
         raise InputError(f"example_kwargs: expected a dictionary or None, got {type(example_kwargs).__name__}")
     check_example(module, args, dict(example_kwargs or {}))
-    memory_bytes(memory_limit)
+    if not callable(progress):
+        raise InputError(f"progress: expected a function, got {type(progress).__name__}")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The options of `parallelize`, read and checked."""
+
+    cluster: Cluster | None
+    """None where it is to be measured."""
+    measure: bool
+    """Whether to measure it now, whatever is known."""
+    mesh: Any
+    shapes: tuple[tuple[int, ...], ...] | None
+    memory_limit_bytes: int | None
+    wishes: tuple[Wish, ...]
+    batch: str
+    overlap: bool | str
+
+    def told(self, device: Any) -> dict[str, str]:
+        """What must be the same on every rank, in words: option -> value."""
+        found = self.cluster
+        measured = "measured now" if self.measure else NOT_GIVEN
+        mesh = NOT_GIVEN if self.shapes is None else str(self.shapes[0])
+        if hasattr(self.mesh, "mesh"):
+            mesh = f"a DeviceMesh of {self.mesh.mesh.tolist()}"
+        limit = self.memory_limit_bytes
+        return {
+            "the module's device": device.type,
+            "mesh": mesh,
+            "cluster": measured if found is None else f"{found.name} ({found.fingerprint()[:12]})",
+            "memory_limit": NOT_GIVEN if limit is None else f"{limit} bytes",
+            "batch": repr(self.batch),
+            "overlap": repr(self.overlap),
+            **{f"constraints[{wish.path!r}]": str(wish) for wish in self.wishes},
+        }
+
+
+def _chosen(
+    mesh: Any, cluster: Any, memory_limit: Any, constraints: Any, batch: Any, overlap: Any, world: int, device: Any
+) -> Chosen:
+    """Reads the options of `parallelize`. Raises InputError for what cannot be."""
+    limit, wishes = memory_bytes(memory_limit), _wishes(constraints)
     if batch not in ("global", "local"):
         raise InputError(f"batch: expected 'global' or 'local', got {batch!r}")
     if overlap not in (True, False, "bitwise"):
         raise InputError(f"overlap: expected True, False or 'bitwise', got {overlap!r}")
-    if not callable(progress):
-        raise InputError(f"progress: expected a function, got {type(progress).__name__}")
-    return None if cluster == MEASURE else _cluster(cluster)
+    measure = cluster == MEASURE
+    described = None if measure else _cluster(cluster)
+    if described is not None and described.world_size != world:
+        raise InputError(
+            f"cluster {described.name} describes {described.world_size} devices but {world} ranks are running"
+        )
+    shapes = mesh_shapes(mesh, world, device)
+    overlap = overlap if overlap == "bitwise" else bool(overlap)
+    return Chosen(described, measure, mesh, shapes, limit, wishes, batch, overlap)
 
 
 def parallelize(
@@ -200,22 +271,21 @@ def parallelize(
     """
     device = target_device(module)
     world = ensure_group(device)
-    described = together(
-        "checking the arguments of parallelize",
-        lambda: _check_arguments(module, example, example_kwargs, cluster, memory_limit, batch, overlap, progress),
-    )
-    args, kwargs = tuple(example), dict(example_kwargs or {})
+
+    def check() -> Chosen:
+        _check_call(module, example, example_kwargs, progress)
+        check_device(module)
+        return _chosen(mesh, cluster, memory_limit, constraints, batch, overlap, world, device)
+
+    chosen = together("checking the arguments of parallelize", check)
     check_equal("the class of the module", type(module).__qualname__)
-    if described is not None and described.world_size != world:
-        raise InputError(
-            f"cluster {described.name} describes {described.world_size} devices but {world} ranks are running"
-        )
-    shapes = together("checking the mesh", lambda: mesh_shapes(mesh, world, device))
-    call, rows = describe_example(module, args, kwargs, batch)
+    check_options(chosen.told(device))
+    call, rows = describe_example(module, tuple(example), dict(example_kwargs or {}), batch)
     program = together("capturing the example", lambda: capture(module, *call.global_arguments(rows), device=device))
+    wishes, possible = chosen.wishes, chosen.shapes or every_shape(world)
+    shapes = together("checking the constraints", lambda: _fit(wishes, possible, program))
     check_state(module)
-    measured = described or known_cluster(device, refresh=cluster == MEASURE)
-    wishes = _wishes(constraints, shapes or measured.mesh_shapes(), program)
-    limit = memory_bytes(memory_limit)
-    request = Request(measured, wishes.shapes, limit, wishes.fixed, wishes.forbidden, call.sharded, progress)
+    measured = chosen.cluster or known_cluster(device, refresh=chosen.measure)
+    limit = chosen.memory_limit_bytes
+    request = Request(measured, shapes, limit, *_sorted(wishes), call.sharded, progress)
     return distribute(module, call, rows, program, request, mesh, device, batch)

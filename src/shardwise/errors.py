@@ -18,7 +18,7 @@ Invariants of our own code are `assert`, never one of these.
 
 from __future__ import annotations
 
-import re
+from typing import Any
 
 
 class ShardwiseError(Exception):
@@ -48,12 +48,13 @@ class PlanError(ShardwiseError):
 class MemoryLimitError(PlanError):
     """The memory limit cannot be met.
 
-    `least_bytes` is the smallest per-device peak that any plan can reach.
+    `least_bytes` is the smallest per-device peak that any plan can reach, `mesh` the mesh on which one reaches it.
     """
 
-    def __init__(self, message: str, least_bytes: int):
+    def __init__(self, message: str, least_bytes: int, mesh: tuple[int, ...] = ()):
         super().__init__(message)
         self.least_bytes = least_bytes
+        self.mesh = mesh
 
 
 class MismatchError(ShardwiseError):
@@ -76,12 +77,19 @@ class CacheError(ShardwiseError):
     """A cache entry is damaged. Callers rebuild it."""
 
 
-def same_error(kind: str, message: str) -> ShardwiseError:
-    """What rank 0 raised while it planned for all, for the other ranks."""
-    if kind == "MemoryLimitError":
-        found = re.search(r"least that would do is ([\d.]+) (GiB|MiB)", message)
-        unit = {"GiB": 1 << 30, "MiB": 1 << 20}
-        return MemoryLimitError(message, int(float(found[1]) * unit[found[2]]) if found else 0)
+def error_data(error: Exception) -> dict[str, Any]:
+    """What rank 0 tells the others about what it raised while it planned for all; `same_error` reads it."""
+    data: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
+    if isinstance(error, MemoryLimitError):
+        data |= {"least_bytes": error.least_bytes, "mesh": list(error.mesh)}
+    return data
+
+
+def same_error(data: dict[str, Any]) -> ShardwiseError:
+    """What rank 0 raised, for the other ranks: the same class, text and numbers."""
+    kind, message = data["kind"], data["message"]
+    if kind == MemoryLimitError.__name__:
+        return MemoryLimitError(message, data["least_bytes"], tuple(data["mesh"]))
     for known in (InputError, ConstraintError, CaptureError, PlanError, UnsupportedError):
         if known.__name__ == kind:
             return known(message)

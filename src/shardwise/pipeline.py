@@ -11,11 +11,12 @@ from typing import Any
 
 from .cluster import Cluster
 from .cpu.malloc import keep_freed_memory
-from .errors import same_error
+from .errors import ConstraintError, MemoryLimitError, error_data, same_error
 from .ir.graph import Graph, Input, Node, Output
 from .ir.passes import recompute, without_sources
 from .ir.runner import call_of
 from .ir.text import format_graph, parse_graph
+from .plan.limited import too_little_anywhere
 from .plan.plan import Plan, make_plan, whole
 from .plan.planner import Outcome, optimise
 from .plan.problem import Problem, Settings, build_problem
@@ -174,15 +175,25 @@ def _reused(found: Ruled, request: Request, settings: list[Settings]) -> Plan | 
 
 
 def _best_plan(graph: Graph, rules: tuple[Rule, ...], request: Request, settings: list[Settings]) -> Plan:
-    """The fastest plan over the mesh shapes; of equals, the one with fewer axes."""
+    """The fastest plan over the mesh shapes; of equals, the one with fewer axes. Raises where no shape has one."""
     flops = count_flops(graph)
-    plans = []
+    plans, misfits, refusals = [], [], []
     for done, one in enumerate(settings):
         request.progress("plan", done, len(settings))
-        problem = build_problem(graph, rules, request.cluster, one, flops)
-        plans.append(make_plan(problem, request.choose(problem), request.cluster.name, flops))
+        try:
+            problem = build_problem(graph, rules, request.cluster, one, flops)
+            plans.append(make_plan(problem, request.choose(problem), request.cluster.name, flops))
+        except MemoryLimitError as error:
+            misfits.append(error)
+        except ConstraintError as error:
+            refusals.append(error)
     request.progress("plan", len(settings), len(settings))
-    return min(plans, key=lambda p: (p.seconds, len(p.mesh)))
+    if plans:
+        return min(plans, key=lambda p: (p.seconds, len(p.mesh)))
+    if misfits:
+        assert request.memory_limit_bytes is not None
+        raise too_little_anywhere(misfits, request.memory_limit_bytes)
+    raise refusals[0]
 
 
 def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:
@@ -193,17 +204,17 @@ def agree_on_plan(program: Program, request: Request, fixed: tuple[tuple[str, An
     def work() -> str:
         try:
             found = plan_program(program, request, fixed)
+            rules = [r.to_dict() for r in found.rules]
+            return json.dumps([found.plan.to_json(), rules, format_graph(found.graph), asdict(found.origin)])
         except Exception as caught:  # the others must not wait for a plan that never comes
             error.append(caught)
-            return json.dumps([type(caught).__name__, str(caught)])
-        rules = [r.to_dict() for r in found.rules]
-        return json.dumps([found.plan.to_json(), rules, format_graph(found.graph), asdict(found.origin)])
+            return json.dumps(error_data(caught))
 
     data = json.loads(from_rank_0(work))
     if error:
         raise error[0]
-    if len(data) == 2:
-        raise same_error(*data)
+    if isinstance(data, dict):
+        raise same_error(data)
     rules = tuple(Rule.from_dict(r) for r in data[1])
     planned = Planned(program, parse_graph(data[2]), rules, Plan.from_json(data[0]), Origin(**data[3]))
     check_equal("the plan", planned.plan.fingerprint)
@@ -225,7 +236,7 @@ def distribute(
     runtime.build = builder(request)
     runtime.layouts = {p: x for k, p, x in planned.plan.inputs if k in ("parameter", "buffer")}
     local = together("making its local program", lambda: localise(planned, request.cluster, runtime))
-    return install(module, runtime, call, rows, local)
+    return together("placing the parameters", lambda: install(module, runtime, call, rows, local))
 
 
 def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgram:

@@ -142,15 +142,15 @@ def different_calls(rank, world):
         close(ours(*batch()).detach(), plain(*batch()).detach())
 
     good()
-    fails(MismatchError, "rank 1 differ from rank 0: in the arguments.*same batch", lambda: ours(*batch(rows=6 + rank)))
+    fails(MismatchError, "rank 1 differs from rank 0: in the arguments.*same batch", lambda: ours(*batch(rows=6 + rank)))
     good()
-    fails(MismatchError, "rank 1 differ from rank 0: in the values of the tensors", lambda: ours(*batch(step=rank)))
+    fails(MismatchError, "rank 1 differs from rank 0: in the values of the tensors", lambda: ours(*batch(step=rank)))
     good()
     x, y = batch()
     fails(MismatchError, "in the values", lambda: ours(x.flip(0) if rank else x, y))
     fails(MismatchError, "in the arguments", lambda: ours(x, y, logits=bool(rank)))
     ours.tau = 1.0 + rank
-    fails(MismatchError, "rank 1 differ from rank 0: in the state of the module", lambda: ours(*batch()))
+    fails(MismatchError, "rank 1 differs from rank 0: in the state of the module", lambda: ours(*batch()))
     ours.tau = 1.0
     good()
     ours.norm.train(rank == 0)

@@ -16,6 +16,9 @@ def build():
     with torch.device("meta"):
         return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)), (torch.empty(32, 64),)
 
+def small():
+    return nn.Linear(12, 12, bias=False), (torch.empty(12, 12),)
+
 def not_a_tuple():
     return 3
 
@@ -100,7 +103,8 @@ def test_a_wrong_model_is_refused(model, where, message):
     [
         (["--cluster", "a100x9"], "neither a preset nor a file"),
         (["--mesh", "two"], "--mesh: expected a shape"),
-        (["--mesh", "3"], "must be 8"),
+        (["--mesh", "2,3"], "mesh (2, 3) has 6 devices but the cluster has 8 devices; the product must be 8"),
+        (["--cluster", ""], "'' is neither a preset nor a file; presets: a100x8"),
         (["--memory-limit", "lots"], "memory_limit: expected bytes"),
         (["--mesh", "8", "--memory-limit", "1KiB"], "the least that would do is"),
         (["--mesh", "8", "--explain", "0.wieght"], "close: 0.weight"),
@@ -111,6 +115,14 @@ def test_a_wrong_wish_is_one_message(monkeypatch, capfd, model, argv, message):
     code, text, error = run(monkeypatch, capfd, "plan", f"{model}:build", *argv)
     assert code == 1 and text == ""
     assert message in " ".join(error.split()) and "Traceback" not in error
+
+
+def test_a_limit_that_no_mesh_meets(monkeypatch, capfd, model):
+    code, _, error = run(monkeypatch, capfd, "plan", f"{model}:small", "--memory-limit", "100B")
+    assert code == 1
+    words = " ".join(error.split())
+    assert "no plan on any mesh ((8,), (4, 2), (2, 4), (2, 2, 2)) fits into 100 B per device; the least that" in words
+    assert ", on mesh (" in words
 
 
 @pytest.mark.parametrize("argv", [[], ["m.py:f", "--ship"]])

@@ -39,6 +39,12 @@ def test_what_is_no_placement_is_refused(text):
         parse_placement(text)
 
 
+@pytest.mark.parametrize("text", ["", "[S0", "S0]", "[[S0]]", "[S0,]", "[S0,,R]", "[,]", "[S0(1,2]", "S0, R", "[S0]R"])
+def test_what_is_no_layout_is_refused(text):
+    with pytest.raises(ValueError, match=r"not a (layout|placement)"):
+        parse_layout(text)
+
+
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_chunks_are_those_of_torch(length, parts):
     expected = [len(c) for c in torch.arange(length).chunk(parts)] if length else []

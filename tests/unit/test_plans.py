@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
-from shardwise.api import plan_model
+from shardwise.api import memory_bytes, plan_model
 from shardwise.errors import ConstraintError, InputError, MemoryLimitError
 from shardwise.ir.placement import R, Shard
+from shardwise.plan.limited import size_text
 from shardwise.plan.plan import Plan
 
 
@@ -101,6 +102,69 @@ def test_a_memory_limit_splits_the_parameters_and_names_the_least():
     middle = (least + free.peak_bytes) // 2
     tight = sw.plan(Vocabulary(), example, mesh=(8,), cluster="a100x8", memory_limit=middle)
     assert tight.peak_bytes <= middle and tight.seconds >= free.seconds * (1 - 1e-9)
+
+
+def test_a_mesh_shape_that_does_not_fit_leaves_the_others():
+    """Pieces of 12 rows on 8 devices are of 2, so that one axis needs more memory than two."""
+    model, example = nn.Linear(12, 12, bias=False), (meta(12, 12),)
+
+    def least(mesh):
+        with pytest.raises(MemoryLimitError, match="the least that would do") as caught:
+            sw.plan(model, example, mesh=mesh, cluster="a100x8", memory_limit=100)
+        return caught.value
+
+    one, two, three = (least(mesh) for mesh in ((8,), (4, 2), (2, 2, 2)))
+    assert one.least_bytes > two.least_bytes >= three.least_bytes and one.mesh == (8,)
+    any_mesh = least(None)
+    assert any_mesh.least_bytes == three.least_bytes
+    words = f"least that would do is {size_text(any_mesh.least_bytes, up=True)}, on mesh {any_mesh.mesh}"
+    assert words in str(any_mesh)
+    assert least(any_mesh.mesh).least_bytes == any_mesh.least_bytes, "the mesh that it names"
+    plan = sw.plan(model, example, cluster="a100x8", memory_limit=one.least_bytes - 1)
+    assert len(plan.mesh) > 1 and plan.peak_bytes < one.least_bytes
+    wish = sw.plan(model, example, cluster="a100x8", constraints={"weight": "[S0, S0, S1]"})
+    assert wish.mesh == (2, 2, 2), "the shapes with as many axes"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "down", "up"),
+    [
+        (1, "1 B", "1 B"),
+        (1023, "1023 B", "1023 B"),
+        (1024, "1.000 KiB", "1.000 KiB"),
+        (1025, "1.000 KiB", "1.001 KiB"),
+        ((1 << 20) - 1, "1023.999 KiB", "1024.000 KiB"),
+        (7 * 2**20 // 2, "3.500 MiB", "3.500 MiB"),
+        (1 << 30, "1.000 GiB", "1.000 GiB"),
+        (5 << 40, "5120.000 GiB", "5120.000 GiB"),
+    ],
+)
+def test_sizes_in_words(nbytes, down, up):
+    assert (size_text(nbytes), size_text(nbytes, up=True)) == (down, up)
+    assert memory_bytes(down) <= nbytes <= memory_bytes(up), "the least fits where it is handed back as the limit"
+
+
+@pytest.mark.parametrize("mesh", ["8", (8.0,), 8.0, ("8",), True, {8: 1}, b"8"])
+def test_a_mesh_of_no_whole_numbers_is_refused(mesh):
+    with pytest.raises(InputError, match="mesh: expected a DeviceMesh, a shape such as"):
+        sw.plan(nn.Linear(8, 8), (meta(8, 8),), mesh=mesh, cluster="a100x8")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a placement such as 'S0', 'R' or '!R', got ''"),
+        (" ", "expected a placement"),
+        (None, "expected a placement such as 'S0', 'R' or '!R', got None"),
+        ("[S0", "a bracket is open"),
+        ("!", "not a placement: ''"),
+        ("[]", "has 0 axes, the mesh has 1"),
+    ],
+)
+def test_a_wish_that_is_no_layout_is_refused(text, message):
+    with pytest.raises(InputError, match=r"constraints\['weight'\]") as caught:
+        sw.plan(nn.Linear(8, 8), (meta(8, 8),), mesh=8, cluster="a100x8", constraints={"weight": text})
+    assert message in str(caught.value)
 
 
 def test_wishes_are_kept_or_refused():

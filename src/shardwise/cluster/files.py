@@ -44,7 +44,7 @@ def load_cluster(name_or_path: str | os.PathLike[str]) -> Cluster:
         return parse_text(resource.read_text(encoding="utf-8"), f"preset {text_name}", is_json=False)
     path = Path(text_name)
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "is neither a preset nor a file"
+        what = "is a folder" if text_name and path.is_dir() else "is neither a preset nor a file"
         raise ClusterFileError(f"{text_name!r} {what}; {_suggest(path.stem, preset_names(), 'presets')}")
     return parse_text(_read(path), str(path), is_json=path.suffix.lower() == ".json")
 

@@ -75,9 +75,14 @@ def format_layout(layout: Layout) -> str:
 
 
 def parse_layout(text: str) -> Layout:
-    """The inverse of `format_layout`."""
-    parts = re.split(r",\s*(?![^(]*\))", text.strip("[]")) if text.startswith("[") else [text]
-    return tuple(parse_placement(p.strip()) for p in parts if p.strip())
+    """The inverse of `format_layout`. Raises ValueError on anything else."""
+    text = text.strip()
+    if not text.startswith("["):
+        return (parse_placement(text),)
+    if not text.endswith("]"):
+        raise ValueError(f"not a layout: {text!r} (a bracket is open; expected such as '[S0, R]')")
+    inside = text[1:-1].strip()
+    return tuple(parse_placement(p.strip()) for p in re.split(r",\s*(?![^(]*\))", inside)) if inside else ()
 
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..errors import MemoryLimitError
@@ -159,12 +161,36 @@ def least_memory(problem: Problem, max_nodes: int = 2_000) -> int:
 
 def too_little(problem: Problem, limit: int, least: int | None = None) -> MemoryLimitError:
     least = least_memory(problem) if least is None else least
+    mesh = problem.settings.mesh
     return MemoryLimitError(
-        f"no plan on mesh {problem.settings.mesh} fits into {_gib(limit)} per device; the least that would do is "
-        f"{_gib(least)}. Raise memory_limit, use more devices, or a smaller batch",
+        f"no plan on mesh {mesh} fits into {size_text(limit)} per device; the least that would do is "
+        f"{size_text(least, up=True)}. {_ADVICE}",
         least,
+        mesh,
     )
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.3f} GiB" if nbytes >= 1 << 28 else f"{nbytes / 2**20:.3f} MiB"
+def too_little_anywhere(errors: Sequence[MemoryLimitError], limit: int) -> MemoryLimitError:
+    """One error for all mesh shapes that were tried, with the least over them."""
+    best = min(errors, key=lambda e: (e.least_bytes, len(e.mesh)))
+    if len(errors) == 1:
+        return best
+    shapes = ", ".join(str(e.mesh) for e in errors)
+    return MemoryLimitError(
+        f"no plan on any mesh ({shapes}) fits into {size_text(limit)} per device; the least that would do is "
+        f"{size_text(best.least_bytes, up=True)}, on mesh {best.mesh}. {_ADVICE}",
+        best.least_bytes,
+        best.mesh,
+    )
+
+
+_ADVICE = "Raise memory_limit, use more devices, or a smaller batch"
+
+
+def size_text(nbytes: int, up: bool = False) -> str:
+    """`12.345 MiB`, never more than there is (with `up`: never less), so that the least fits where it is the limit."""
+    power = max(0, min(3, (nbytes.bit_length() - 1) // 10))
+    if power == 0:
+        return f"{nbytes} B"
+    thousandths = -(-nbytes * 1000 >> 10 * power) if up else nbytes * 1000 >> 10 * power
+    return f"{thousandths // 1000}.{thousandths % 1000:03d} {('KiB', 'MiB', 'GiB')[power - 1]}"

@@ -109,7 +109,8 @@ class Council:
             odd = [k for k, s in enumerate(all_ranks) if getattr(s, key) != getattr(first, key)]
             if odd:
                 counts = "" if key != "calls" else f" ({[s.calls for s in all_ranks]} by rank)"
-                raise MismatchError(f"{self.name}: {_ranks(odd)} differ from rank 0{counts}: {what}. {advice}")
+                verb = "differs" if len(odd) == 1 else "differ"
+                raise MismatchError(f"{self.name}: {_ranks(odd)} {verb} from rank 0{counts}: {what}. {advice}")
 
 
 _SAME = (

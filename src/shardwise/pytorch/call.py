@@ -15,7 +15,7 @@ from ..errors import InputError, UnsupportedError
 from .agreement import expected_rows, rebalance
 from .keys import Key, arguments_key
 from .outputs import GlobalOutput
-from .world import gather_objects
+from .world import gather_objects, together
 
 
 @dataclass
@@ -140,7 +140,7 @@ def check_example(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Non
 
 def describe_example(module: nn.Module, args: tuple, kwargs: dict[str, Any], batch: str) -> tuple[Call, int]:
     """(the call, global rows) of the example of `parallelize`, agreed on by all ranks."""
-    call = describe(module, args, kwargs, batch)
+    call = together("reading the example", lambda: describe(module, args, kwargs, batch))
     told = gather_objects((call.rows, call.batched))
     for _, batched in told:
         call.batched &= batched

@@ -99,6 +99,10 @@ def check_state(module: nn.Module) -> None:
     marks = [(name, tuple(t.shape), checksum([t])) for name, t in names]
     told = gather_objects(marks)
     for k, other in enumerate(told):
+        odd = {name for name, *_ in told[0]} ^ {name for name, *_ in other}
+        if odd:
+            which = ", ".join(sorted(odd)[:4])
+            raise MismatchError(f"only one of rank 0 and rank {k} has {which}: build the same model on every rank")
         for ours, theirs in zip(told[0], other):
             if ours != theirs:
                 raise MismatchError(

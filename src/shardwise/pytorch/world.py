@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import operator
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, TypeVar
 
@@ -39,22 +42,32 @@ def rank() -> int:
 def target_device(module: Any) -> torch.device:
     """Where the module runs: where its parameters are; for a meta module the accelerator, if there is one.
 
-    Raises InputError where its tensors lie on several devices.
+    Raises nothing: what does not fit is refused by `check_device`, together with the other ranks.
     """
-    found: dict[torch.device, str] = {}
-    if not isinstance(module, nn.Module):  # refused later, together with the other ranks
+    if not isinstance(module, nn.Module):
         return torch.device("cpu")
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if tensor.device.type != "meta":
-            found.setdefault(tensor.device, name)
-    if len(found) > 1:
-        places = ", ".join(f"{name} on {device}" for device, name in found.items())
-        raise InputError(f"the module lies on several devices ({places}); move it to this rank's device first")
-    if found:
+    if found := _devices(module):
         return next(iter(found))
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def _devices(module: nn.Module) -> dict[torch.device, str]:
+    """The devices of the module's tensors, with the name of one on each."""
+    found: dict[torch.device, str] = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.device.type != "meta":
+            found.setdefault(tensor.device, name)
+    return found
+
+
+def check_device(module: nn.Module) -> None:
+    """Raises InputError where the module's tensors lie on several devices."""
+    found = _devices(module)
+    if len(found) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in found.items())
+        raise InputError(f"the module lies on several devices ({places}); move it to this rank's device first")
 
 
 def ensure_group(device: torch.device) -> int:
@@ -89,7 +102,10 @@ def make_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh | None
 
 
 def mesh_shapes(mesh: Any, world: int, device: torch.device | None = None) -> tuple[tuple[int, ...], ...] | None:
-    """The shape that the user asks for; None where the planner may choose. Raises InputError where it cannot be."""
+    """The shape that the user asks for; None where the planner may choose. Raises InputError where it cannot be.
+
+    `device` is the one that the module runs on; without one, `world` counts the devices of a described cluster.
+    """
     if mesh is None:
         return None
     if isinstance(mesh, DeviceMesh):
@@ -98,12 +114,16 @@ def mesh_shapes(mesh: Any, world: int, device: torch.device | None = None) -> tu
             raise InputError(f"mesh is of {mesh.device_type} devices but the module runs on {device}; make one of both")
     else:
         try:
-            shape = (int(mesh),) if isinstance(mesh, int) else tuple(int(n) for n in mesh)
-        except (TypeError, ValueError) as error:
+            sizes = list(mesh) if isinstance(mesh, tuple | list) else [mesh]
+            if any(isinstance(n, bool) for n in sizes):
+                raise TypeError("a bool is no size")
+            shape = tuple(operator.index(n) for n in sizes)  # neither "8" nor 8.0
+        except TypeError as error:
             raise InputError(f"mesh: expected a DeviceMesh, a shape such as (2, 2) or None, got {mesh!r}") from error
     size = prod(shape)
     if size != world or not shape or min(shape) < 1:
-        raise InputError(f"mesh {shape} has {size} devices but {world} ranks are running; the product must be {world}")
+        there = f"the cluster has {world} devices" if device is None else f"{world} ranks are running"
+        raise InputError(f"mesh {shape} has {size} devices but {there}; the product must be {world}")
     return (shape,)
 
 
@@ -178,6 +198,33 @@ def check_equal(what: str, mark: str) -> None:
             f"{what} differs between ranks: rank {', '.join(map(str, odd))} from rank 0. Build the same model from the "
             "same seed on every rank and give the same example"
         )
+
+
+NOT_GIVEN = "not given"
+
+
+def check_options(options: Mapping[str, str]) -> None:
+    """Raises MismatchError on every rank where their options differ; it names each and what the ranks have."""
+    digest = hashlib.sha256(json.dumps(dict(options), sort_keys=True).encode()).hexdigest()
+    if len(set(gather_objects(digest))) == 1:
+        return
+    told: list[dict[str, str]] = gather_objects(dict(options))
+    names = list(dict.fromkeys(name for one in told for name in one))
+    differences = []
+    for name in names:
+        ranks: dict[str, list[int]] = {}
+        for k, one in enumerate(told):
+            ranks.setdefault(one.get(name, NOT_GIVEN), []).append(k)
+        if len(ranks) > 1:
+            differences.append(f"{name} is " + " but ".join(f"{v} on {_ranks(k)}" for v, k in ranks.items()))
+    raise MismatchError(
+        f"the arguments of parallelize differ between ranks: {'; '.join(differences)}. Give the same on every rank"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} others" if len(ranks) > 4 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def together(what: str, work: Callable[[], T]) -> T:
