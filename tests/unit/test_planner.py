@@ -22,7 +22,7 @@ from shardwise.plan.formulate import Formulation, all_kept
 from shardwise.plan.network import MICRO, build_network, expand, reduce
 from shardwise.plan.planner import optimise
 from shardwise.plan.price import Relaxed, relax
-from shardwise.plan.unlimited import narrow
+from shardwise.plan.unlimited import tighten
 
 from .small_problems import all_plans, random_problem
 
@@ -153,7 +153,7 @@ def test_what_is_dropped_is_in_no_better_plan() -> None:
             ascent.sweep(backwards=True)
         plans = (e.seconds * MICRO for _, e in all_plans(problem))
         best = min(plans)
-        left = narrow(ascent, best - ascent.bound() + 1e-6)
+        left = tighten(ascent, best - ascent.bound() + 1e-6)
         assert sum(map(len, left.cost)) <= sum(map(len, network.cost.values()))
         relaxed = relax(Formulation(problem, network, left, limited=False))
         assert whole * (1 - 1e-9) - 1e-9 <= relaxed.bound <= best * (1 + 1e-9)
