@@ -143,6 +143,8 @@ def least_memory(problem: Problem, max_nodes: int = 2_000) -> int:
     if relaxed is None or form.peak is None:
         return best
     best = min(best, evaluate(problem, form.assignment(relaxed.x)).peak_bytes)
+    if best <= relaxed.bound / PEAK_PRICE * form.unit_bytes * (1 + 1e-9):  # no plan is below the relaxation
+        return best
     for _ in range(MAX_ROUNDS):
         slack = max(PEAK_PRICE * best / form.unit_bytes - relaxed.bound, 1e-3)
         form.add(paying(form, relaxed.duals, -slack, every=True))
