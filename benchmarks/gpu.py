@@ -79,7 +79,7 @@ def _verify(program: Any, budget_s: float) -> tuple[list[Row], int]:
         if time.perf_counter() - start > budget_s:
             continue
         checked += 1
-        errors = verify_rule(proxy, rule, runner)
+        errors = verify_rule(proxy, rule, runner, prober=TorchRunner())
         if errors:
             wrong += 1
             rows.append({"name": "wrong rule", "operator": node.op, "errors": errors})

@@ -23,6 +23,7 @@ class TorchRunner:
     def __init__(self, device: str = "cpu"):
         self.device = torch.device(device)
         self.framework = "torch-" + torch.__version__.split("+")[0]
+        self._runs = 0
 
     def prepare_child(self) -> None:
         """A forked child must not use the parent's thread pool: it would wait for threads that are not there."""
@@ -38,8 +39,9 @@ class TorchRunner:
         return tensors, self._call(call, tensors, torch.device("meta"))
 
     def run(self, call: Call, operands: list[np.ndarray]) -> list[np.ndarray | None]:
-        tensors = [torch.from_numpy(np.array(a, order="C")).to(self.device) for a in operands]
-        with _filled_memory():
+        self._runs += 1
+        tensors = [torch.from_numpy(_guarded(a, self._runs % 2)).to(self.device) for a in operands]
+        with _filled_memory(), _one_thread():
             results = self._call(call, tensors, self.device)
         arrays = [None if t is None else t.detach().resolve_conj().resolve_neg().cpu().numpy().copy() for t in results]
         _poison([*tensors, *results])
@@ -88,6 +90,20 @@ class TorchRunner:
         return decompose(call)
 
 
+GUARD = 256
+"""Elements before and after every operand that do not belong to it, at least."""
+
+
+def _guarded(array: np.ndarray, content: int) -> np.ndarray:
+    """A copy amid memory that holds something else from run to run: an operator that does not check its indices and
+    reads there does not repeat itself."""
+    guard = max(GUARD, array.size)
+    memory = np.full(guard + array.size + guard, content, array.dtype)
+    inner = memory[guard : guard + array.size].reshape(array.shape)
+    inner[...] = array
+    return inner
+
+
 @contextlib.contextmanager
 def _filled_memory() -> Iterator[None]:
     """While active, memory that an operator leaves unwritten on purpose (an empty tensor) has a fixed content."""
@@ -99,6 +115,17 @@ def _filled_memory() -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Where several indices are the same the last one to be written may count: with several threads that is any."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _poison(tensors: Sequence[torch.Tensor | None]) -> None:

@@ -12,20 +12,19 @@ gather, scatter with the indexed dim split). Linearity is tested so that Partial
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from math import prod
-from typing import Protocol, TypeVar
 
 import numpy as np
 
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
 from .classes import Group, find_groups, resize, result_growth
 from .combine import adds_up, close, concatenates, reductions, take
-from .draws import KINDS, Trial, UnsteadyError, draw, has_integers, index_ranges, trial
+from .draws import Spec, Trial, draw, draw_all, has_integers, index_ranges, trials, uniform
 from .indexed import indexed_factors
+from .ranges import Attempt, directly, find_spec, fresh_trials
 from .rule import DimRef, Factor, OperandRole, ResultRole, Rule
 
 REFUSED = "no input accepted"
@@ -34,27 +33,15 @@ UNREPEATABLE = "other results every time"
 """`found_on` of an operator that makes other results from the same operands: it draws random numbers."""
 REDUCTION_ORDER = ("same", "sum", "max", "min", "prod")
 
-T = TypeVar("T")
-
-
-class Attempt(Protocol):
-    """Runs work that may crash the process. None where it did: then that attempt is lost, and only that."""
-
-    def __call__(self, tag: str, work: Callable[[], T]) -> T | None: ...
-
-
-def directly(tag: str, work: Callable[[], T]) -> T | None:
-    """An attempt in this process, which dies with it."""
-    return work()
-
 
 @dataclass(frozen=True)
 class Subject:
-    """A proxy call with the trials that every candidate has to pass."""
+    """A proxy call with the trials that every candidate has to pass: one of every kind, and fresh ones."""
 
     call: Call
     trials: tuple[Trial, ...]
-    int_range: int
+    fresh: tuple[Trial, ...]
+    spec: Spec
     runner: OpRunner
     attempt: Attempt
 
@@ -86,7 +73,7 @@ def discover(call: Call, runner: OpRunner, attempt: Attempt = directly) -> Rule:
         else:
             found.append(factor)
     found = _without_contained(found)
-    if subject.int_range:
+    if any(ints.range for ints in subject.spec):
         found += indexed_factors(subject, failed, found)
     useful = [f for f in found if any(isinstance(role, DimRef) for role in (*f.operands, *f.results))]
     return Rule(tuple(useful), _linear_groups(subject), found_on=runner.framework)
@@ -114,40 +101,25 @@ def _covers(factor: Factor, group: Group) -> bool:
 
 
 def _subject(call: Call, runner: OpRunner, attempt: Attempt) -> Subject | None:
-    """The trials of the largest range of integers that the operator accepts: that with which most kinds run."""
-    best: Subject | None = None
-    for int_range in index_ranges(call, runner) if has_integers(call) else [0]:
-
-        def work(int_range: int = int_range) -> list[Trial]:
-            return _trials(call, int_range, runner)
-
-        trials = attempt(f"whole in range {int_range}", work)
-        if trials and (best is None or len(trials) > len(best.trials)):
-            best = Subject(call, tuple(trials), int_range, runner, attempt)
-        if trials and len(trials) == len(KINDS):
-            break
-    return best
+    found = find_spec(call, runner, attempt)
+    if found is None:
+        return None
+    spec, made = found
+    fresh = attempt("fresh", partial(fresh_trials, call, spec, runner))
+    return Subject(call, tuple(made), tuple(fresh or ()), spec, runner, attempt)
 
 
 def _draws(call: Call, runner: OpRunner) -> bool:
     """Whether an operator that made no trial makes other results of the same operands every time."""
     rng = np.random.default_rng(5)
     for int_range in index_ranges(call, runner) if has_integers(call) else [0]:
-        operands = [draw(meta, "positive", int_range, rng) for meta in call.operands]
+        operands = draw_all(call, "positive", uniform(call, int_range), rng)
         try:
             first, again = (runner.run(call, operands) for _ in range(2))
         except OperatorError:
             continue
         return not all(b is not None and close(a, b) for a, b in zip(first, again) if a is not None)
     return False
-
-
-def _trials(call: Call, int_range: int, runner: OpRunner) -> list[Trial]:
-    """None at all where one kind of input is not repeated: those that are left would tell less than they seem to."""
-    try:
-        return [t for kind in KINDS if (t := trial(call, kind, int_range, runner)) is not None]
-    except UnsteadyError:
-        return []
 
 
 def run_pieces(
@@ -216,7 +188,7 @@ def _survivors(
     if growth is None or any(g is not None and len(g) > 1 for g in growth):
         return None
     alive: list[set[ResultRole]] | None = None
-    for attempt in subject.trials:
+    for attempt in (*subject.trials, *subject.fresh):
         for partition in splits:
             pieces = run_pieces(subject, group, attempt, partition, once)
             roles = None if pieces is None else _roles(attempt.results, pieces, growth, partition, even)
@@ -278,12 +250,13 @@ def _try_even(subject: Subject, group: Group, operands: tuple[OperandRole, ...])
     length = group.size + group.size % 2
     bigger = replace(group, size=length)
     call = resize(subject.call, group, length)
-    trials = _trials(call, subject.int_range, subject.runner)
-    if len(trials) < len(subject.trials):
+    made = trials(call, subject.spec, subject.runner)
+    if len(made) < len(subject.trials):
         return None
+    fresh = fresh_trials(call, subject.spec, subject.runner)
     index = np.arange(length)
     splits = [[index[: length // 2], index[length // 2 :]], [index[::2], index[1::2]]]
-    alive = _survivors(replace(subject, call=call, trials=tuple(trials)), bigger, splits, even=True)
+    alive = _survivors(replace(subject, call=call, trials=tuple(made), fresh=tuple(fresh)), bigger, splits, even=True)
     if alive is None or not any("avg" in roles for roles in alive):
         return None
     return Factor(operands, tuple(_pick(r) for r in alive), group.ints, even=True)

@@ -2,7 +2,7 @@
 
 One random input is unsound (`any` looks like identity on almost all of them), so every candidate is tried on signed
 values, on values with many ties and zeros, on positive ones, on sparse ones; bools all true and all false; integers
-over their whole range, and index arguments over every range that the operator accepts.
+over their whole range, and every index argument over a range of its own and, where asked, in order (`ranges.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,19 @@ from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
 KINDS = ("signed", "ties", "positive", "sparse", "lone")
 FULL_RANGE = 1000
 """Integers that are not indices are drawn from [-FULL_RANGE, FULL_RANGE)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ints:
+    """What the integers of an operand are drawn from: [0, range), or any value where that is 0. `ascending`: sorted,
+    the first of them 0, as the places are at which segments begin."""
+
+    range: int
+    ascending: bool = False
+
+
+Spec = tuple[Ints, ...]
+"""One for every operand; it says nothing about operands that hold no integers."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,25 @@ def draw(meta: TensorMeta, kind: str, int_range: int, rng: np.random.Generator) 
     if dtype.kind == "c":
         values = values + 1j * _draw_floats(shape, kind, rng)
     return values.astype(dtype)
+
+
+def draw_all(call: Call, kind: str, spec: Spec, rng: np.random.Generator) -> list[np.ndarray]:
+    """All operands of a call."""
+    operands = []
+    for meta, ints in zip(call.operands, spec):
+        operand = draw(meta, kind, ints.range, rng)
+        if ints.ascending and operand.ndim and operand.dtype.kind in "iu":
+            operand = np.sort(operand, axis=-1)
+            operand[..., :1] = 0
+            if kind == "signed" and ints.range and operand.shape[-1] > 1:
+                operand[..., -1] = ints.range - 1
+        operands.append(operand)
+    return operands
+
+
+def uniform(call: Call, int_range: int) -> Spec:
+    """The same range for all integers."""
+    return (Ints(int_range),) * len(call.operands)
 
 
 def _lone(array: np.ndarray, value: object, rng: np.random.Generator) -> np.ndarray:
@@ -103,10 +135,10 @@ class UnsteadyError(Exception):
     """An operator that does not repeat itself: it reads memory that is not its own, or draws at random."""
 
 
-def trial(call: Call, kind: str, int_range: int, runner: OpRunner, seed: int = 0) -> Trial | None:
+def trial(call: Call, kind: str, spec: Spec, runner: OpRunner, seed: int = 0) -> Trial | None:
     """Draws inputs and runs the operator; None where it refuses them. Raises UnsteadyError where two runs differ."""
     rng = np.random.default_rng([seed, KINDS.index(kind)])
-    operands = [draw(meta, kind, int_range, rng) for meta in call.operands]
+    operands = draw_all(call, kind, spec, rng)
     try:
         results = runner.run(call, operands)
         again = runner.run(call, operands)
@@ -116,3 +148,11 @@ def trial(call: Call, kind: str, int_range: int, runner: OpRunner, seed: int = 0
         if a is not None and (b is None or not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")):
             raise UnsteadyError(f"{call.op} does not repeat itself on {kind} inputs")
     return Trial(call, operands, results)
+
+
+def trials(call: Call, spec: Spec, runner: OpRunner) -> list[Trial]:
+    """None at all where one kind of input is not repeated: those that are left would tell less than they seem to."""
+    try:
+        return [t for kind in KINDS if (t := trial(call, kind, spec, runner)) is not None]
+    except UnsteadyError:
+        return []

@@ -44,7 +44,7 @@ def _dims(factor: Factor) -> tuple[tuple[int, int], ...]:
 
 
 def _try_modes(subject: Subject, group: Group, operand: int, found: list[Factor]) -> Factor | None:
-    if group.size != subject.int_range or group.outers:
+    if group.size != subject.spec[operand].range or group.outers:
         return None
     refs: list[DimRef | None] = [None] * len(subject.call.operands)
     for o, dim in group.dims:
@@ -72,7 +72,7 @@ def _wraps(subject: Subject, operand: int) -> bool:
     """Whether negative entries count from the end."""
     attempt = subject.trials[0]
     operands = list(attempt.operands)
-    operands[operand] = operands[operand] - subject.int_range
+    operands[operand] = operands[operand] - subject.spec[operand].range
     try:
         results = subject.runner.run(subject.call, operands)
     except OperatorError:
@@ -116,7 +116,7 @@ def _shifted_roles(
     if n >= 4:
         splits.append([index[:2], index[2:3], index[3:]])
     alive: list[ResultRole] | None = None
-    for attempt in subject.trials:
+    for attempt in (*subject.trials, *subject.fresh):
         for partition in splits:
             pieces = []
             for part in partition:

@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TypeVar
 
 from ..ir.runner import Call, OpRunner
-from .discover import Attempt, discover
+from .discover import discover
+from .draws import Spec
+from .ranges import RISKY, Attempt, find_spec
 from .rule import Rule
 
 ATTEMPT_TIMEOUT_S = 20.0
@@ -62,6 +64,21 @@ def discover_all(
     return [rules[k] for k in range(len(calls))]
 
 
+def spec_of(call: Call, runner: OpRunner, timeout_s: float = ATTEMPT_TIMEOUT_S) -> Spec | None:
+    """What to draw the integers of a call from (`ranges.find_spec`). Survives crashes of the operator."""
+    for isolated in (False, True):
+
+        def work(send: Callable[[object], None], isolated: bool = isolated) -> None:
+            runner.prepare_child()
+            found = find_spec(call, runner, _isolated(send, timeout_s) if isolated else _direct(send, timeout_s))
+            send((found and found[0],))
+
+        for message in _messages(work, timeout_s * (3 if isolated else 1)):
+            if message is not None:
+                return message[0]  # type: ignore[index]
+    return None
+
+
 def _child_over(
     calls: Sequence[Call],
     indices: range,
@@ -75,7 +92,7 @@ def _child_over(
     def work(send: Callable[[object], None]) -> None:
         runner.prepare_child()
         for index in indices:
-            attempt = _isolated(send, timeout_s) if isolated else _direct(send)
+            attempt = _isolated(send, timeout_s) if isolated else _direct(send, timeout_s)
             send((index, _discover(calls[index], runner, attempt)))
 
     done = indices.start
@@ -96,10 +113,13 @@ def _discover(call: Call, runner: OpRunner, attempt: Attempt) -> Rule:
         return Rule(found_on=f"discovery failed: {type(error).__name__}: {error}")
 
 
-def _direct(send: Callable[[object], None]) -> Attempt:
-    """Attempts in this process; each begins with a sign of life."""
+def _direct(send: Callable[[object], None], timeout_s: float) -> Attempt:
+    """Attempts in this process, but for the risky ones; each begins with a sign of life."""
+    alone = _isolated(send, timeout_s / 2)
 
     def attempt(tag: str, work: Callable[[], T]) -> T | None:
+        if tag.startswith(RISKY):
+            return alone(tag, work)
         send(None)
         return work()
 

@@ -1,20 +1,23 @@
 """Checks a rule on fresh inputs, as the lowering would use it: contiguous uneven pieces, shifted indices, summands.
 
-Shares no code with the discovery beyond the drawing of inputs, so that an error there shows here.
+Shares no code with the discovery beyond the drawing of inputs, so that an error there shows here. Where there are
+integers several inputs are tried: of all kinds, with both ends of every range, in order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from ..ir.graph import Arg, Path, leaves
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
-from .draws import KINDS, draw, has_integers, index_ranges
+from .draws import KINDS, Spec, draw, draw_all, has_integers, uniform
 from .rule import DimRef, Factor, IndexShift, Rule
+from .sandbox import spec_of
 
 TOLERANCE = 1e-8
 """float64, relative to the largest element: sums over pieces are rounded in another order."""
@@ -29,21 +32,23 @@ class _Wrong(Exception):
     """What does not hold."""
 
 
-def verify_rule(call: Call, rule: Rule, runner: OpRunner, seed: int = 0) -> list[str]:
-    """What does not hold of the rule for this call, which must be small enough to run; empty where all holds."""
-    drawn = _draw(call, runner, seed)
-    if drawn is None:
+def verify_rule(call: Call, rule: Rule, runner: OpRunner, seed: int = 0, prober: OpRunner | None = None) -> list[str]:
+    """What does not hold of the rule for this call, which must be small enough to run; empty where all holds.
+
+    `prober` finds out in child processes which integers the operator accepts, by default `runner`: a device that
+    cannot be used after a fork, or that an index out of range puts out of use, needs one on the CPU.
+    """
+    drawn = _draw(call, runner, seed, prober or runner)
+    if not drawn:
         return [] if not rule.factors else [f"{call.op} accepts no input"]
-    operands, int_range = drawn
-    whole = runner.run(call, operands)
     rng = np.random.default_rng(seed)
-    errors = []
-    for k, factor in enumerate(rule.factors):
-        try:
-            for cuts in _cuts(_length(call, factor, runner), factor, rng):
-                _check_factor(call, factor, runner, operands, whole, cuts, int_range, rng)
-        except (_Wrong, OperatorError) as error:
-            errors.append(f"factor {k} {factor}: {error}")
+    errors: list[str] = []
+    for operands in drawn:
+        errors += _wrong_factors(call, rule, runner, operands, rng)
+        if errors:
+            break
+    operands = drawn[0]
+    whole = runner.run(call, operands)
     for group in rule.linear:
         try:
             _check_linear(call, group, runner, operands, whole, rng)
@@ -54,20 +59,41 @@ def verify_rule(call: Call, rule: Rule, runner: OpRunner, seed: int = 0) -> list
     return errors
 
 
-def _draw(call: Call, runner: OpRunner, seed: int) -> tuple[list[np.ndarray], int] | None:
-    """Inputs that the operator accepts, and the range of their integers (0: any)."""
-    for int_range in index_ranges(call, runner) if has_integers(call) else [0]:
-        for kind in (KINDS[seed % len(KINDS)], "positive"):
-            rng = np.random.default_rng([seed, 99])
-            operands = [draw(meta, kind, int_range, rng) for meta in call.operands]
-            extremes = [draw(meta, "signed", int_range, rng) for meta in call.operands]
-            try:
-                runner.run(call, extremes)
-                runner.run(call, operands)
-            except OperatorError:
-                continue
-            return operands, int_range
-    return None
+def _wrong_factors(
+    call: Call, rule: Rule, runner: OpRunner, operands: list[np.ndarray], rng: np.random.Generator
+) -> list[str]:
+    whole = runner.run(call, operands)
+    errors = []
+    for k, factor in enumerate(rule.factors):
+        try:
+            for cuts in _cuts(_length(call, factor, runner), factor, rng):
+                _check_factor(call, factor, runner, operands, whole, cuts, rng)
+        except (_Wrong, OperatorError) as error:
+            errors.append(f"factor {k} {factor}: {error}")
+    return errors
+
+
+def _draw(call: Call, runner: OpRunner, seed: int, prober: OpRunner) -> list[list[np.ndarray]]:
+    """Inputs that the operator accepts: one of a kind, and where there are integers also extreme ones and ones in
+    order."""
+    spec = spec_of(call, prober) if has_integers(call) else uniform(call, 0)
+    if spec is None:
+        return []
+    plans: list[tuple[str, Spec]] = [(KINDS[seed % len(KINDS)], spec), ("positive", spec)]
+    if has_integers(call):
+        plans += [("signed", spec), ("signed", tuple(replace(ints, ascending=True) for ints in spec))]
+    drawn: list[list[np.ndarray]] = []
+    for kind, ints in plans:
+        rng = np.random.default_rng([seed, 99])
+        operands = draw_all(call, kind, ints, rng)
+        try:
+            runner.run(call, operands)
+        except OperatorError:
+            continue
+        drawn.append(operands)
+        if not has_integers(call):
+            break
+    return drawn
 
 
 def _length(call: Call, factor: Factor, runner: OpRunner) -> int:
@@ -129,7 +155,6 @@ def _check_factor(
     operands: list[np.ndarray],
     whole: Arrays,
     cuts: list[tuple[int, int]],
-    int_range: int,
     rng: np.random.Generator,
 ) -> None:
     """Raises _Wrong where the pieces do not give the whole."""
@@ -149,7 +174,7 @@ def _check_factor(
             for a, role in zip(operands, factor.operands)
         ]
         for k, rest in left.items():
-            local[k] = rest if high == n else draw(call.operands[k], "signed", int_range, rng)
+            local[k] = rest if high == n else draw(call.operands[k], "signed", 0, rng)
             left[k] = rest - local[k]
         inside = None if shift is None else _shift(local, shift, low, high, n)
         results = runner.run(_local_call(call, factor, local, n, high - low + pad), local)
