@@ -237,4 +237,4 @@ def _refused(step: Any, error: Exception) -> Exception:
         return error
     if isinstance(error, jax.errors.JAXTypeError | NotImplementedError):
         return CaptureError(f"{_name(step)} cannot be traced: {text}. It has to work under jax.jit")
-    return InputError(f"{_name(step)} rejects the example: {text}. Give arguments as you would call it with")
+    return InputError(f"{_name(step)} rejects the example: {text.rstrip('.')}. Give the arguments that it takes")

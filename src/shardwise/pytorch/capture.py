@@ -147,7 +147,8 @@ def _trace(
         what = f"{type(error).__name__}: {_first_line(error)}{_user_line(error)}"
         if rejection := _rejection(module, flat, tensors, mode):
             raise InputError(
-                f"{type(module).__name__} rejects the example: {rejection}. Give arguments as you would call it with"
+                f"{type(module).__name__} rejects the example: {rejection.rstrip('.')}. Give the arguments that the "
+                "module takes"
             ) from error
         raise CaptureError(f"{type(module).__name__} cannot be captured: {what}") from error
 
