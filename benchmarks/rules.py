@@ -200,12 +200,12 @@ def _stand_ins(calls: list[Any], runner: Any, limit: int | None) -> tuple[dict, 
 
 def _verified(subjects: list[tuple], runner: Any) -> Iterator[tuple[str, list[str] | None]]:
     """(key, what does not hold) of every rule, checked in children that may die; None where one did."""
-    from shardwise.rules.sandbox import _messages
+    from shardwise.rules.sandbox import messages
 
     start = 0
     while start < len(subjects):
         done = start
-        for key, errors in _messages(_checks(subjects[start:], runner), 60.0):  # type: ignore[misc]
+        for key, errors in messages(_checks(subjects[start:], runner), 60.0):  # type: ignore[misc]
             yield key, errors
             done += 1
         if done < len(subjects):

@@ -66,6 +66,10 @@ EXPECTED: list[tuple[str, tuple, tuple, str]] = [
     ),
     # Reductions that random inputs mistake for one another.
     ("any.dim", (bool_(8, 32),), (A, 1), "([i,j]) -> ([i]) reduce{j:max}"),
+    ("all.dims", (f(3, 2, 1, 2),), (A, (1, 3)), "([i,j,_,k]) -> ([i,_]) reduce{j:min} reduce{k:min}"),
+    ("all.dim", (f(2, 2),), (A, 1), "([i,j]) -> ([i]) reduce{j:min}"),
+    ("any.dims", (i(3, 2, 1, 2),), (A, (1, 3)), "([i,j,_,k]) -> ([i,_]) reduce{j:max} reduce{k:max}"),
+    ("all.dim", (i(3, 2),), (A, 1), "([i,j]) -> ([i]) reduce{j:min}"),
     ("all.default", (bool_(8, 32),), (A,), "([i,j]) -> ([]) reduce{i:min} reduce{j:min}"),
     ("max.default", (i(8, 32),), (A,), "([i,j]) -> ([]) reduce{i:max} reduce{j:max}"),
     ("min.default", (i(8, 32),), (A,), "([i,j]) -> ([]) reduce{i:min} reduce{j:min}"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from math import prod
 
 import numpy as np
@@ -312,13 +312,13 @@ def _is_linear(subject: Subject, group: tuple[int, ...]) -> bool:
     smallest = min(max(1, prod(subject.call.operands[k].shape)) for k in group)
     repeats = min(LINEAR_REPEATS, -(-LINEAR_ELEMENTS // smallest))
     seen = False
-    for count, attempt in enumerate(subject.trials * (1 + repeats)):
+    # Whole numbers too: summands that cancel, and zeros. Each with every trial: in some, other operands are zero.
+    for attempt, wide in product(subject.trials * repeats, (False, True)):
         first, second = list(attempt.operands), list(attempt.operands)
         total, zero = list(attempt.operands), list(attempt.operands)
         for k in group:
             meta = subject.call.operands[k]
-            # Whole numbers too: summands that cancel, and zeros.
-            first[k], second[k] = ((_wide(meta, rng) if count % 2 else draw(meta, "ties", 0, rng)) for _ in range(2))
+            first[k], second[k] = ((_wide(meta, rng) if wide else draw(meta, "ties", 0, rng)) for _ in range(2))
             total[k] = first[k] + second[k]
             zero[k] = np.zeros_like(first[k])
         try:

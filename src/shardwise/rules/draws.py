@@ -1,8 +1,9 @@
 """Adversarial inputs for discovery: what a rule must survive before it is believed.
 
 One random input is unsound (`any` looks like identity on almost all of them), so every candidate is tried on signed
-values, on values with many ties and zeros, on positive ones, on sparse ones; bools all true and all false; integers
-over their whole range, and every index argument over a range of its own and, where asked, in order (`ranges.py`).
+values, on values with many ties and zeros, on positive ones, on sparse ones, on zeros but for one element and on no
+zero but one (what `any` and `all` hang on); bools all true and all false; integers over their whole range, and every
+index argument over a range of its own and, where asked, in order (`ranges.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from ..ir.graph import leaves
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
 
-KINDS = ("signed", "ties", "positive", "sparse", "lone")
+KINDS = ("signed", "ties", "positive", "sparse", "lone", "hole")
 FULL_RANGE = 1000
 """Integers that are not indices are drawn from [-FULL_RANGE, FULL_RANGE)."""
 
@@ -90,6 +91,8 @@ def _draw_floats(shape: tuple[int, ...], kind: str, rng: np.random.Generator) ->
         return rng.uniform(0.1, 2.0, shape)
     if kind == "lone":
         return _lone(np.zeros(shape), float(rng.choice([-3.0, 3.0])), rng)
+    if kind == "hole":
+        return _lone(rng.uniform(0.1, 2.0, shape), 0.0, rng)
     values = rng.standard_normal(shape)
     return values * (rng.random(shape) < 0.3) if kind == "sparse" else values
 
@@ -103,11 +106,15 @@ def _draw_ints(
         low = max(low, np.iinfo(dtype).min)
         if kind == "lone":
             return _lone(np.zeros(shape, dtype), high - 1, rng)
+        if kind == "hole":
+            return _lone(rng.integers(1, high, shape).astype(dtype), 0, rng)
         span = (low, high) if kind in ("signed", "positive") else (max(low, -1), 2)
         return rng.integers(*span, shape).astype(dtype)
     values = rng.integers(0, int_range, shape)
     if kind == "ties":
         values = rng.integers(0, min(2, int_range), shape) * (int_range - 1)
+    if kind == "hole" and int_range > 1:
+        values = _lone(rng.integers(1, int_range, shape), 0, rng)
     if kind == "sparse":
         values = np.where(rng.random(shape) < 0.5, values, 0)
     flat = values.reshape(-1)

@@ -73,7 +73,7 @@ def spec_of(call: Call, runner: OpRunner, timeout_s: float = ATTEMPT_TIMEOUT_S) 
             found = find_spec(call, runner, _isolated(send, timeout_s) if isolated else _direct(send, timeout_s))
             send((found and found[0],))
 
-        for message in _messages(work, timeout_s * (3 if isolated else 1)):
+        for message in messages(work, timeout_s * (3 if isolated else 1)):
             if message is not None:
                 return message[0]  # type: ignore[index]
     return None
@@ -96,7 +96,7 @@ def _child_over(
             send((index, _discover(calls[index], runner, attempt)))
 
     done = indices.start
-    for message in _messages(work, timeout_s * (3 if isolated else 1)):
+    for message in messages(work, timeout_s * (3 if isolated else 1)):
         if message is not None:
             index, rule = message  # type: ignore[misc]
             take(index, rule)
@@ -135,7 +135,7 @@ def _isolated(send: Callable[[object], None], timeout_s: float) -> Attempt:
         if len(hung) >= MAX_HANGS:
             return None
         start = time.monotonic()
-        for result in _messages(lambda answer: answer((work(),)), timeout_s):
+        for result in messages(lambda answer: answer((work(),)), timeout_s):
             return result[0]  # type: ignore[index]
         if time.monotonic() - start >= timeout_s:
             hung.append(tag)
@@ -144,7 +144,7 @@ def _isolated(send: Callable[[object], None], timeout_s: float) -> Attempt:
     return attempt
 
 
-def _messages(work: Callable[[Callable[[object], None]], None], timeout_s: float) -> Iterator[object]:
+def messages(work: Callable[[Callable[[object], None]], None], timeout_s: float) -> Iterator[object]:
     """Yields what `work(send)` sends from a forked process, until that ends or is silent for `timeout_s`."""
     read_end, write_end = os.pipe()
     sys.stdout.flush()
