@@ -47,15 +47,14 @@ def work(case: dict[str, Any]) -> None:
     import shardwise.jax
     from benchmarks.hlo import collective_bytes
     from shardwise.cluster import Cluster
+    from shardwise.jaxpr.apply import compiled_bytes
 
     step, args = MODELS[case["model"]](adamw(), dtype="float32", **case["options"])
     step = jax.jit(step, donate_argnums=(0, 1)) if case["model"] != "equinox" else step
     cluster = Cluster.load("a100x8").scaled(case.get("links", LINKS))
     parallel = shardwise.jax.parallelize(step, *args, mesh=tuple(case["mesh"]), cluster=cluster)
     compiled = parallel.compile()
-    memory = compiled.memory_analysis()
-    used = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    used += memory.temp_size_in_bytes
+    used = compiled_bytes(compiled)
     plan = parallel.plan
     wire = sum(collective_bytes(compiled.as_text()).values())
     alone = sum(collective_bytes(xla_alone(step, args, parallel)).values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from .cluster import Cluster
@@ -13,9 +12,9 @@ from .cluster import mesh_shapes as every_shape
 from .cluster.units import memory_bytes
 from .errors import InputError
 from .ir.passes import recompute
-from .ir.placement import Layout, format_layout, parse_layout
 from .pipeline import Planned, Request, Ruled, distribute, find_rules, plan_program, silent
 from .plan.plan import Plan
+from .plan.wishes import Constraints, Wish, fitting_shapes, fixed_and_forbidden, read_wishes
 from .pytorch.call import check_example, describe_example
 from .pytorch.capture import Program, capture
 from .pytorch.common import common_graphs
@@ -35,72 +34,16 @@ from .pytorch.world import (
 )
 from .rules.ship import ship
 
-Constraints = Mapping[str, str]
 MEASURE = "measure"
 
 
-@dataclass(frozen=True)
-class Wish:
-    """One placement that the user fixes or forbids."""
-
-    path: str
-    layout: Layout
-    forbidden: bool
-
-    def __str__(self) -> str:
-        return ("!" if self.forbidden else "") + format_layout(self.layout)
-
-
-def _wishes(constraints: Constraints | None) -> tuple[Wish, ...]:
-    """Reads `constraints`. Raises InputError for what is no dictionary, and naming the path for what is no layout."""
-    if constraints is not None and not isinstance(constraints, Mapping):
-        raise InputError(
-            f"constraints: expected a dictionary such as {{'fc.weight': 'S0'}}, got {type(constraints).__name__}"
-        )
-    found = []
-    for path, text in (constraints or {}).items():
-        if not isinstance(text, str) or not text.strip():
-            raise InputError(f"constraints[{path!r}]: expected a placement such as 'S0', 'R' or '!R', got {text!r}")
-        try:
-            layout = parse_layout(text.strip().removeprefix("!"))
-        except ValueError as error:
-            raise InputError(f"constraints[{path!r}]: {error}") from None
-        found.append(Wish(path, layout, text.strip().startswith("!")))
-    return tuple(found)
-
-
 def _fit(wishes: Sequence[Wish], shapes: tuple[tuple[int, ...], ...], program: Program) -> tuple[tuple[int, ...], ...]:
-    """The mesh shapes that have as many axes as the wishes name. Raises InputError where there is none, or for a path
-    that the model does not have."""
+    """The mesh shapes that have as many axes as the wishes name. Raises InputError."""
     graph = program.graph
     known = [i.path for i in graph.inputs_of("parameter", "buffer")]
     known += [f"input {i.path}" for i in graph.inputs_of("input")]
     known += [f"output {o.path}" for o in graph.outputs_of("output")]
-    for wish in wishes:
-        if wish.path not in known:
-            close = ", ".join(get_close_matches(str(wish.path), known, 3)) or "input 0, output 0 or a parameter's name"
-            raise InputError(f"constraints: the model has no {wish.path!r}; try {close}")
-        left = tuple(s for s in shapes if len(s) == len(wish.layout))
-        if not left:
-            raise InputError(
-                f"constraints[{wish.path!r}]: {wish} has {_axes(len(wish.layout))}, the mesh has {len(shapes[0])}; "
-                "write one placement per axis, such as '[S0, R]' on two, or choose the mesh with mesh="
-            )
-        shapes = left
-    return shapes
-
-
-def _axes(count: int) -> str:
-    return f"{count} ax{'i' if count == 1 else 'e'}s"
-
-
-def _cluster(cluster: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
-    if cluster is None or isinstance(cluster, Cluster):
-        return cluster
-    if not isinstance(cluster, str | os.PathLike):
-        kind = type(cluster).__name__
-        raise InputError(f"cluster: expected a Cluster, the path of a file or the name of a preset, got {kind}")
-    return Cluster.load(cluster)
+    return fitting_shapes(wishes, shapes, known, "model", "input 0, output 0 or a parameter's name")
 
 
 def plan(
@@ -145,14 +88,14 @@ def plan_model(
 ) -> Planned:
     """As `plan`, with the captured program and the rules."""
     _check_call(module, example, example_kwargs, progress)
-    found = None if cluster == MEASURE else _cluster(cluster)
-    if found is None:
+    if cluster is None or cluster == MEASURE:
         raise InputError("cluster: name the machine to plan for, a Cluster, a file or a preset such as 'a100x8'")
-    limit, wishes = memory_bytes(memory_limit), _wishes(constraints)
+    found = Cluster.of(cluster)
+    limit, wishes = memory_bytes(memory_limit), read_wishes(constraints)
     shapes = mesh_shapes(mesh, found.world_size) or found.mesh_shapes()
     program = capture(module, _example(example), example_kwargs)
     shapes = _fit(wishes, shapes, program)
-    return plan_program(program, Request(found, shapes, limit, *_sorted(wishes), progress=progress))
+    return plan_program(program, Request(found, shapes, limit, *fixed_and_forbidden(wishes), progress=progress))
 
 
 def rules_of(
@@ -175,12 +118,6 @@ def _example(example: Any) -> tuple:
             "for one argument write example=(x,)"
         )
     return tuple(example)
-
-
-def _sorted(wishes: Sequence[Wish]) -> tuple[tuple[tuple[str, Layout], ...], tuple[tuple[str, Layout], ...]]:
-    """(path, layout) of what must be, and of what must not be."""
-    fixed = tuple((w.path, w.layout) for w in wishes if not w.forbidden)
-    return fixed, tuple((w.path, w.layout) for w in wishes if w.forbidden)
 
 
 def _check_call(module: Any, example: Any, example_kwargs: Any, progress: Any) -> None:
@@ -232,13 +169,13 @@ def _chosen(
     mesh: Any, cluster: Any, memory_limit: Any, constraints: Any, batch: Any, overlap: Any, world: int, device: Any
 ) -> Chosen:
     """Reads the options of `parallelize`. Raises InputError for what cannot be."""
-    limit, wishes = memory_bytes(memory_limit), _wishes(constraints)
+    limit, wishes = memory_bytes(memory_limit), read_wishes(constraints)
     if batch not in ("global", "local"):
         raise InputError(f"batch: expected 'global' or 'local', got {batch!r}")
     if overlap not in (True, False, "bitwise"):
         raise InputError(f"overlap: expected True, False or 'bitwise', got {overlap!r}")
     measure = cluster == MEASURE
-    described = None if measure else _cluster(cluster)
+    described = None if measure or cluster is None else Cluster.of(cluster)
     if described is not None and described.world_size != world:
         raise InputError(
             f"cluster {described.name} describes {described.world_size} devices but {world} ranks are running"
@@ -287,5 +224,5 @@ def parallelize(
     check_state(module)
     measured = chosen.cluster or known_cluster(device, refresh=chosen.measure)
     limit = chosen.memory_limit_bytes
-    request = Request(measured, shapes, limit, *_sorted(wishes), call.sharded, progress)
+    request = Request(measured, shapes, limit, *fixed_and_forbidden(wishes), call.sharded, progress)
     return distribute(module, call, rows, program, request, mesh, device, batch)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from .cluster import Cluster
@@ -17,9 +17,10 @@ from .cluster.probe import probe_local
 from .cluster.units import memory_bytes
 from .errors import InputError, MemoryLimitError
 from .ir.graph import Graph
-from .ir.placement import Layout, Partial, Shard, parse_layout
+from .ir.placement import Partial, Shard
 from .plan.plan import Plan
 from .plan.reshard import Resharding
+from .plan.wishes import Constraints, Wish, fitting_shapes, fixed_and_forbidden, read_wishes
 
 try:
     import jax
@@ -31,14 +32,9 @@ except ImportError as error:
 
 from .jaxpr.apply import ShardedStep
 from .jaxpr.capture import capture
-from .jaxpr.planning import Planned, Progress, Wanted, plan_step
+from .jaxpr.planning import Planned, Progress, Wanted, plan_step, silent
 
 MAX_AXES = 3
-Constraints = Mapping[str, str]
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    """No progress shown."""
 
 
 def plan(
@@ -80,13 +76,14 @@ def plan_model(
 ) -> Planned:
     """As `plan`, with the captured program and the rules. `use_disk`: read and write the cache of rules;
     `use_plans`: that of plans."""
-    limit = memory_bytes(memory_limit)
-    described = _cluster(cluster)
+    limit, wishes = memory_bytes(memory_limit), read_wishes(constraints)
+    described = Cluster.of(cluster)
     shape = mesh_shape(mesh, described.world_size)
     program = capture(step, example)
     shapes = (shape,) if shape is not None else described.mesh_shapes()
-    fixed, forbidden, shapes = _wishes(constraints, shapes, program.graph)
-    return plan_step(program, Wanted(described, shapes, limit, fixed, forbidden, progress, use_disk, use_plans))
+    wishes, shapes = _fitting(wishes, shapes, program.graph)
+    wanted = Wanted(described, shapes, limit, *fixed_and_forbidden(wishes), progress, use_disk, use_plans)
+    return plan_step(program, wanted)
 
 
 def parallelize(
@@ -108,11 +105,12 @@ def parallelize(
     """
     devices = list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else jax.devices()
     shape = mesh_shape(mesh, len(devices))
+    described = machine(devices) if cluster is None else _matching(Cluster.of(cluster), len(devices))
     found = plan_model(
         step,
         *example,
         mesh=shape,
-        cluster=machine(devices) if cluster is None else _matching(_cluster(cluster), len(devices)),
+        cluster=described,
         memory_limit=memory_limit,
         constraints=constraints,
         progress=progress,
@@ -120,7 +118,7 @@ def parallelize(
     if not isinstance(mesh, jax.sharding.Mesh):
         names = tuple(f"axis{k}" for k in range(len(found.plan.mesh)))
         mesh = jax.make_mesh(found.plan.mesh, names, devices=devices, axis_types=_automatic(len(names)))
-    links = (machine(devices) if cluster is None else _cluster(cluster)).axes(found.plan.mesh)
+    links = described.axes(found.plan.mesh)
     parallel = ShardedStep(found, mesh, Resharding(found.plan.mesh, links), step)
     if (limit := memory_bytes(memory_limit)) is not None and (used := parallel.compiled_bytes()) > limit:
         raise MemoryLimitError(
@@ -172,40 +170,14 @@ def _matching(cluster: Cluster, world: int) -> Cluster:
     return cluster
 
 
-def _cluster(cluster: Cluster | str | os.PathLike[str]) -> Cluster:
-    if isinstance(cluster, Cluster):
-        return cluster
-    if not isinstance(cluster, str | os.PathLike):
-        kind = type(cluster).__name__
-        raise InputError(f"cluster: expected a Cluster, the path of a file or the name of a preset, got {kind}")
-    return Cluster.load(cluster)
-
-
-Wishes = tuple[tuple[str, Layout], ...]
-Shapes = tuple[tuple[int, ...], ...]
-
-
-def _wishes(constraints: Constraints | None, shapes: Shapes, graph: Graph) -> tuple[Wishes, Wishes, Shapes]:
-    """(fixed, forbidden, shapes with as many axes as the wishes name). Raises InputError naming the path."""
+def _fitting(
+    wishes: tuple[Wish, ...], shapes: tuple[tuple[int, ...], ...], graph: Graph
+) -> tuple[tuple[Wish, ...], tuple[tuple[int, ...], ...]]:
+    """(wishes by the paths of the graph, shapes with as many axes as they name). Raises InputError."""
     paths = {i.path: i.path if i.kind == "parameter" else f"input {i.path}" for i in graph.inputs}
     paths |= {f"output {o.path}": f"output {o.path}" for o in graph.outputs_of("output")}
-    fixed, forbidden = [], []
-    for path, text in (constraints or {}).items():
-        if path not in paths:
-            close = ", ".join(get_close_matches(str(path), paths, 3)) or "the path of an argument such as params.w"
-            raise InputError(f"constraints: the step has no {path!r}; try {close}")
-        try:
-            layout = parse_layout(str(text).removeprefix("!"))
-        except ValueError as error:
-            raise InputError(f"constraints[{path!r}]: {error}") from None
-        if any(isinstance(p, Partial) or (isinstance(p, Shard) and p.outer * p.unit > 1) for p in layout):
-            raise InputError(f"constraints[{path!r}]: {text} is no sharding of an array; use R and S<dim>")
-        left = tuple(s for s in shapes if len(s) == len(layout))
-        if not left:
-            raise InputError(
-                f"constraints[{path!r}]: {text} has {len(layout)} axes, the mesh has {len(shapes[0])}; write one "
-                "placement per axis, such as '[S0, R]' on two, or choose the mesh with mesh="
-            )
-        shapes = left
-        (forbidden if str(text).startswith("!") else fixed).append((paths[path], layout))
-    return tuple(fixed), tuple(forbidden), shapes
+    shapes = fitting_shapes(wishes, shapes, list(paths), "step", "the path of an argument such as params.w")
+    for wish in wishes:
+        if any(isinstance(p, Partial) or (isinstance(p, Shard) and p.outer * p.unit > 1) for p in wish.layout):
+            raise InputError(f"constraints[{wish.path!r}]: {wish} is no sharding of an array; use R and S<dim>")
+    return tuple(replace(wish, path=paths[wish.path]) for wish in wishes), shapes

@@ -93,6 +93,16 @@ class Cluster:
 
         return load_cluster(name_or_path)
 
+    @staticmethod
+    def of(cluster: Cluster | str | os.PathLike[str]) -> Cluster:
+        """A cluster, or what `load` makes of a path or name. Raises InputError for anything else."""
+        if isinstance(cluster, Cluster):
+            return cluster
+        if not isinstance(cluster, str | os.PathLike):
+            kind = type(cluster).__name__
+            raise InputError(f"cluster: expected a Cluster, the path of a file or the name of a preset, got {kind}")
+        return Cluster.load(cluster)
+
     @property
     def world_size(self) -> int:
         """The number of devices; one rank each."""

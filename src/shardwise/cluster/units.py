@@ -49,13 +49,10 @@ def memory_bytes(limit: int | str | None) -> int | None:
     """`"40GiB"` -> bytes. Raises InputError for anything else than a positive size."""
     if limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit > 0):
         return limit
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    units |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", limit) if isinstance(limit, str) else None
     try:
-        assert match is not None
-        value = int(float(match[1]) * units[match[2]])
-        assert value > 0
-        return value
-    except (AssertionError, KeyError, ValueError):
-        raise InputError(f"memory_limit: expected bytes or a size such as '40GiB', got {limit!r}") from None
+        value = int(parse_quantity(limit, "bytes")) if isinstance(limit, str) else 0
+    except (ValueError, OverflowError):
+        value = 0
+    if value <= 0:
+        raise InputError(f"memory_limit: expected bytes or a size such as '40GiB', got {limit!r}")
+    return value

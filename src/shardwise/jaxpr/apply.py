@@ -50,8 +50,7 @@ class ShardedStep:
         outs = [x for _, _, x in plan.outputs if x is not None]
         self.out_shardings = tuple(NamedSharding(mesh, partition_spec(x, names)) for x in outs)
         self._constants = tuple(planned.program.constants[i.value.name] for i in graph.inputs_of("constant"))
-        run = LocalRun
-        local = partial(_fresh_run, run, planned, resharding, names)
+        local = partial(_local_run, planned, resharding, names)
         specs = [partition_spec(x, names) for _, _, x in plan.inputs]
         sharded = jax.shard_map(
             local, mesh=mesh, in_specs=tuple(specs), out_specs=[s.spec for s in self.out_shardings], check_vma=False
@@ -95,18 +94,23 @@ class ShardedStep:
         return self._late if name in self._leaving else self._resharding
 
     def compiled_bytes(self) -> int:
-        """Memory of one device, as the compiler says: arguments, outputs that are not written over them, the rest."""
-        found = self.compile().memory_analysis()
-        held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-        return held + found.temp_size_in_bytes
+        """Memory of one device, as the compiler says."""
+        return compiled_bytes(self.compile())
 
     def compile(self) -> Any:
         """The compiled step, without running it: `jax.stages.Compiled`."""
         return self._jitted.lower(*self.program.structs).compile()
 
 
-def _fresh_run(run: Any, planned: Planned, resharding: Resharding, names: tuple[str, ...], *arrays: Any) -> list[Any]:
-    return run(planned.program, planned.rules, planned.plan, resharding, names)(*arrays)
+def compiled_bytes(compiled: Any) -> int:
+    """Memory of one device: arguments, outputs that are not written over them, and scratch memory."""
+    found = compiled.memory_analysis()
+    held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return held + found.temp_size_in_bytes
+
+
+def _local_run(planned: Planned, resharding: Resharding, names: tuple[str, ...], *arrays: Any) -> list[Any]:
+    return LocalRun(planned.program, planned.rules, planned.plan, resharding, names)(*arrays)
 
 
 def _input_order(program: Program) -> list[tuple[str, int]]:

@@ -25,6 +25,10 @@ from .rules import jax_book, rules_of_graph
 Progress = Callable[[str, int, int], None]
 
 
+def silent(stage: str, done: int, total: int) -> None:
+    """No progress shown."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What the user asks of the planner, beside the step."""
@@ -35,7 +39,7 @@ class Wanted:
     memory_limit_bytes: int | None = None
     fixed: tuple[tuple[str, Layout], ...] = ()
     forbidden: tuple[tuple[str, Layout], ...] = ()
-    progress: Progress = lambda stage, done, total: None
+    progress: Progress = silent
     use_disk: bool = True
     """Read and write the cache of rules."""
     use_plans: bool = True
