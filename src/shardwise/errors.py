@@ -49,12 +49,14 @@ class MemoryLimitError(PlanError):
     """The memory limit cannot be met.
 
     `least_bytes` is the smallest per-device peak that any plan can reach, `mesh` the mesh on which one reaches it.
+    Where it is not `proven` (large models), it is the smallest of the plans that were found.
     """
 
-    def __init__(self, message: str, least_bytes: int, mesh: tuple[int, ...] = ()):
+    def __init__(self, message: str, least_bytes: int, mesh: tuple[int, ...] = (), proven: bool = True):
         super().__init__(message)
         self.least_bytes = least_bytes
         self.mesh = mesh
+        self.proven = proven
 
 
 class MismatchError(ShardwiseError):
@@ -81,7 +83,7 @@ def error_data(error: Exception) -> dict[str, Any]:
     """What rank 0 tells the others about what it raised while it planned for all; `same_error` reads it."""
     data: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
     if isinstance(error, MemoryLimitError):
-        data |= {"least_bytes": error.least_bytes, "mesh": list(error.mesh)}
+        data |= {"least_bytes": error.least_bytes, "mesh": list(error.mesh), "proven": error.proven}
     return data
 
 
@@ -89,7 +91,7 @@ def same_error(data: dict[str, Any]) -> ShardwiseError:
     """What rank 0 raised, for the other ranks: the same class, text and numbers."""
     kind, message = data["kind"], data["message"]
     if kind == MemoryLimitError.__name__:
-        return MemoryLimitError(message, data["least_bytes"], tuple(data["mesh"]))
+        return MemoryLimitError(message, data["least_bytes"], tuple(data["mesh"]), data["proven"])
     for known in (InputError, ConstraintError, CaptureError, PlanError, UnsupportedError):
         if known.__name__ == kind:
             return known(message)

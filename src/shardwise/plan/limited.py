@@ -38,8 +38,10 @@ def within_limit(search: Search, network: Network) -> bool:
     assert limit is not None
     if sum(hub.micros.size for hub in network.hubs.values()) > LARGE:
         priced_plans(search, network)
+        for assignment in () if search.best else simple_plans(problem):
+            search.offer(assignment)
         if search.best is None and search.smallest_bytes is not None:
-            raise too_little(problem, limit, search.smallest_bytes)
+            raise too_little(problem, limit, search.smallest_bytes, proven=False)
         return True
     form = Formulation(problem, network, fold(network, None), limited=True)
     relaxed = _with_memory(form, limit)
@@ -161,14 +163,15 @@ def least_memory(problem: Problem, max_nodes: int = 2_000) -> int:
     return best
 
 
-def too_little(problem: Problem, limit: int, least: int | None = None) -> MemoryLimitError:
+def too_little(problem: Problem, limit: int, least: int | None = None, proven: bool = True) -> MemoryLimitError:
+    """The error of a limit that no plan keeps or, where that is not `proven`, none of those that were found."""
     least = least_memory(problem) if least is None else least
     mesh = problem.settings.mesh
     return MemoryLimitError(
-        f"no plan on mesh {mesh} fits into {size_text(limit)} per device; the least that would do is "
-        f"{size_text(least, up=True)}. {_ADVICE}",
+        f"no plan on mesh {mesh} fits into {size_text(limit)} per device; {_least_text(least, proven)}. {_ADVICE}",
         least,
         mesh,
+        proven,
     )
 
 
@@ -178,12 +181,19 @@ def too_little_anywhere(errors: Sequence[MemoryLimitError], limit: int) -> Memor
     if len(errors) == 1:
         return best
     shapes = ", ".join(str(e.mesh) for e in errors)
+    proven = all(e.proven for e in errors)
     return MemoryLimitError(
-        f"no plan on any mesh ({shapes}) fits into {size_text(limit)} per device; the least that would do is "
-        f"{size_text(best.least_bytes, up=True)}, on mesh {best.mesh}. {_ADVICE}",
+        f"no plan on any mesh ({shapes}) fits into {size_text(limit)} per device; "
+        f"{_least_text(best.least_bytes, proven)}, on mesh {best.mesh}. {_ADVICE}",
         best.least_bytes,
         best.mesh,
+        proven,
     )
+
+
+def _least_text(least: int, proven: bool) -> str:
+    what = "the least that would do is" if proven else "of the plans that were found the smallest needs"
+    return f"{what} {size_text(least, up=True)}"
 
 
 _ADVICE = "Raise memory_limit, use more devices, or a smaller batch"
