@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from ..ir.graph import Graph, Node, Ref
 from ..ir.liveness import storage_of
-from .compat import OpOverload, arguments_of
+from .compat import OpOverload, arguments_of, results_of
 from .operators import find_op
 
 
@@ -89,7 +89,7 @@ def writing(node: Node) -> OpOverload | None:
 @lru_cache(maxsize=4096)
 def _writing(name: str) -> OpOverload | None:
     op = find_op(name)
-    if len(op._schema.returns) != 1:
+    if results_of(op) != 1:
         return None
     mine = [(a.name, str(a.type)) for a in arguments_of(op)]
     packet = op.overloadpacket

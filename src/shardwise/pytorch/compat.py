@@ -89,6 +89,7 @@ __all__ = [
     "read_views",
     "registered_decomposition",
     "results_of",
+    "returns_list",
     "schema_of",
     "size_arguments",
     "spec_of",
@@ -111,6 +112,12 @@ def arguments_of(op: OpOverload) -> list[Any]:
 def results_of(op: OpOverload) -> int:
     """How many results an operator has, which only the private schema says."""
     return len(op._schema.returns)
+
+
+def returns_list(op: OpOverload) -> bool:
+    """Whether an operator has one result, a list, which only the private schema says."""
+    returns = op._schema.returns
+    return len(returns) == 1 and "List" in str(returns[0].type)
 
 
 def schema_of(op: OpOverload) -> str:

@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import fx
 
-from .compat import OpOverload
+from .compat import OpOverload, is_mutable, results_of
 
 
 def without_checks(module: fx.GraphModule) -> None:
@@ -21,7 +21,7 @@ def without_checks(module: fx.GraphModule) -> None:
         if node.target is not torch.ops.higher_order.with_effects:
             continue
         token, op = node.args[0], node.args[1]
-        if not isinstance(op, OpOverload) or op._schema.returns or op._schema.is_mutable:
+        if not isinstance(op, OpOverload) or results_of(op) or is_mutable(op):
             continue
         for user in list(node.users):
             assert user.target is operator.getitem and user.args[1] == 0, "it gives its token alone"

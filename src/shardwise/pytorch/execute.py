@@ -18,6 +18,7 @@ from ..ir.liveness import last_use, storage_of
 from ..ir.passes import is_view
 from . import collectives
 from .buffers import Slot, plan_buffers, writing
+from .compat import returns_list
 from .operators import dtype_of, find_op, from_literal
 from .runner import flatten_results
 
@@ -146,7 +147,7 @@ class _Writer:
             assert node.results[0] is not None
             return f"{node.results[0].name} = {self.constant(variant)}({', '.join(args)}, out={self.place(slot)})"
         call = f"{op}({', '.join(args)})"
-        if len(node.results) == 1 and node.results[0] is not None and not _returns_list(node.op):
+        if len(node.results) == 1 and node.results[0] is not None and not returns_list(find_op(node.op)):
             # A conjugate that is not yet taken would not survive a collective, nor a view of the bytes.
             lazy = is_view(node) and any(self.values[n].dtype.startswith("complex") for n in node.operands)
             return f"{node.results[0].name} = {call}{'.resolve_conj().resolve_neg()' if lazy else ''}"
@@ -253,8 +254,3 @@ def _refuses_strides(node: Node, value: Value) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _returns_list(op: str) -> bool:
-    returns = find_op(op)._schema.returns
-    return len(returns) == 1 and "List" in str(returns[0].type)
