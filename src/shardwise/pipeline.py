@@ -12,7 +12,7 @@ from typing import Any
 from .cluster import Cluster
 from .cpu.malloc import keep_freed_memory
 from .errors import ConstraintError, MemoryLimitError, error_data, same_error
-from .ir.graph import Graph, Input, Node, Output
+from .ir.graph import Graph, Input, Output
 from .ir.passes import recompute, without_sources
 from .ir.runner import call_of
 from .ir.text import format_graph, parse_graph
@@ -33,6 +33,7 @@ from .pytorch.world import check_equal, from_rank_0, make_mesh, together
 from .rules.book import RuleBook
 from .rules.descend import descend
 from .rules.rule import Rule
+from .rules.ruled import Ruled, load_ruled, ruled_key, save_ruled
 from .spmd.bucket import bucket_gradients, late_views
 from .spmd.fuse import fuse_regions
 from .spmd.lower import lower
@@ -104,24 +105,19 @@ class Planned:
     origin: Origin
 
 
-@dataclass(frozen=True)
-class Ruled:
-    """A graph with decompositions where they help, its rules, and what the decompositions stand for."""
-
-    graph: Graph
-    rules: tuple[Rule, ...]
-    regions: dict[str, Node]
-    fused_rules: dict[str, Rule]
-    discovered: int
-
-
 def find_rules(graph: Graph, progress: Progress = silent, use_disk: bool = True, book: RuleBook | None = None) -> Ruled:
     """Rules of all nodes, after operators that do not split were replaced by decompositions that do."""
     book = book or RuleBook(TorchRunner(), use_disk=use_disk)
-    values = graph.values
+    key = ruled_key(graph, book.runner.framework)
+    if use_disk and (known := load_ruled(key, graph)) is not None:
+        return known
+    before, values = book.counts.discovered, graph.values
     descended, rules, regions = descend(graph, book, lambda done, total: progress("rules", done, total))
     fused = dict(zip(regions, book.find(call_of(node, values)[0] for node in regions.values())))
-    return Ruled(descended, rules, regions, fused, book.counts.discovered)
+    ruled = Ruled(descended, rules, regions, fused, book.counts.discovered - before)
+    if use_disk:
+        save_ruled(key, ruled)
+    return ruled
 
 
 def plan_program(program: Program, request: Request, fixed: tuple[tuple[str, Any], ...] = ()) -> Planned:

@@ -15,6 +15,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,18 @@ def cache_dir() -> Path:
 def checksum(content: Any) -> str:
     """sha256 of the canonical JSON of plain data."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+@cache
+def source_digest(folders: tuple[str, ...]) -> str:
+    """Of the package's own source in these folders: what another version made is not read."""
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted((package / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(package).as_posix()}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def encode(key: str, content: Any, file_format: int, **notes: str) -> str:

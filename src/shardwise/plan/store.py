@@ -6,8 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
-from importlib import resources
 from pathlib import Path
 
 from ..cluster import Cluster
@@ -22,24 +20,12 @@ _SOURCES = ("plan", "solve", "cost", "cluster", "ir")
 _WHAT = "the plan"
 
 
-@cache
-def planner_digest() -> str:
-    """Of the planner's own source: a plan that another version made is not read."""
-    digest = hashlib.sha256()
-    for folder in _SOURCES:
-        entries = resources.files("shardwise").joinpath(folder).iterdir()
-        for entry in sorted((e for e in entries if e.name.endswith(".py")), key=lambda e: e.name):
-            digest.update(f"{folder}/{entry.name}\n".encode())
-            digest.update(entry.read_bytes())
-    return digest.hexdigest()
-
-
 def plan_key(graph: Graph, rules: Iterable[Rule], cluster: Cluster, settings: Sequence[Settings]) -> str:
     """Equal for equal problems, on every machine and in every run; where in the user's files they stand is no part."""
     graph = replace(graph, nodes=tuple(replace(node, source="") for node in graph.nodes))
     digest = hashlib.sha256()
     parts = (
-        planner_digest(),
+        disk.source_digest(_SOURCES),
         format_graph(graph),
         json.dumps([rule.to_dict() for rule in rules], sort_keys=True),
         cluster.fingerprint(),
