@@ -15,13 +15,13 @@ from shardwise.errors import MemoryLimitError
 from shardwise.plan import limited, unlimited
 from shardwise.plan.ascent import Ascent
 from shardwise.plan.certificate import check
-from shardwise.plan.dive import mend
 from shardwise.plan.evaluate import Assignment, evaluate
 from shardwise.plan.fold import fold
 from shardwise.plan.formulate import Formulation, all_kept
 from shardwise.plan.network import MICRO, build_network, expand, reduce
 from shardwise.plan.planner import optimise
 from shardwise.plan.price import Relaxed, relax
+from shardwise.plan.rounding import mend
 from shardwise.plan.unlimited import tighten
 
 from .small_problems import all_plans, random_problem

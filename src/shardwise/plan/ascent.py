@@ -240,23 +240,3 @@ class Ascent:
         """`give` by slot and `take` by what is read."""
         give = {place: self.price[end.number] for place, end in self.give.items()}
         return give, {target: self.price[end.number] for target, end in self.take.items()}
-
-    def pull(self, g: int) -> None:
-        """Raises the prices of a group by all slack around it."""
-        for end in self.ends[g]:
-            self._pull(end)
-
-    def fix(self, g: int, strategy: int) -> None:
-        """Leaves a group one strategy."""
-        only = np.full(len(self.cost[g]), FORBIDDEN)
-        only[strategy] = self.cost[g][strategy]
-        self.cost[g] = only
-
-    def copy(self) -> Ascent:
-        """Prices that go their own way."""
-        twin = object.__new__(Ascent)
-        twin.__dict__.update(self.__dict__)
-        twin.cost, twin.price = list(self.cost), list(self.price)
-        twin.spare = {h: spare.copy() for h, spare in self.spare.items()}
-        twin.paid, twin.stale = dict(self.paid), set(self.stale)
-        return twin

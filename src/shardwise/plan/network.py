@@ -136,9 +136,13 @@ def _column(table: tuple[tuple[Layout | None, ...], ...], position: int) -> tupl
 
 
 def _union(*columns: tuple[np.ndarray, tuple[Layout, ...]]) -> tuple[tuple[Layout, ...], list[np.ndarray]]:
+    """(all layouts, number of each layout of every column); equal columns share an array, however many there are."""
     numbers: dict[Layout, int] = {}
-    places = [np.array([numbers.setdefault(x, len(numbers)) for x in layouts]) for _, layouts in columns]
-    return tuple(numbers), places
+    places: dict[int, np.ndarray] = {}
+    for column in columns:
+        if id(column) not in places:
+            places[id(column)] = np.array([numbers.setdefault(layout, len(numbers)) for layout in column[1]])
+    return tuple(numbers), [places[id(column)] for column in columns]
 
 
 def _hub(problem: Problem, name: str, maker: int, once: _Once) -> Hub:

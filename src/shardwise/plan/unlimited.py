@@ -4,8 +4,8 @@ The network is reduced, and where it is large, equal layers are folded. `ascent.
 - A small network: strategies and pairs of layouts that no plan within `within` of the bound can have are dropped. What
   is left is a small linear program, whose optimum is the true one if it is at most the bound plus `within`; if it is
   not, or nothing is left, more is kept. HiGHS settles the integers where the relaxation has not.
-- A large one: a plan comes from the prices (`dive.py`), and the bound stays that of the ascent, unless what is left is
-  a small program.
+- A large one: plans come from the prices (`rounding.py`), and the program of what occurs in them mixes the best
+  (fusion, as Lempitsky et al. 2010 do it). The bound stays that of the ascent, unless what is left is a small program.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 
 from .ascent import Ascent
 from .certificate import Certificate, certify
-from .dive import dive, mend
 from .evaluate import Assignment
 from .fold import Folded, fold, restrict
 from .formulate import Formulation, Pair, all_kept
 from .network import FORBIDDEN, MICRO, Network, expand, least, reduce
 from .price import relax, settle
 from .problem import Problem
+from .rounding import from_prices, mend, total_micros
 from .search import GAP, Search
 
 FOLD_ROUNDS = 2
@@ -60,7 +60,7 @@ def unlimited(search: Search, network: Network) -> bool:
         return _near(search, reduced, ascent)
     solved = _exact(search, reduced, ascent, within)
     if solved is None:
-        search.offer(_mended(problem, reduced, folded, dive(ascent)))
+        search.offer(rounded(problem, reduced, ascent))
         return True
     search.certificate = partial(_prove, search, network, reduced, folded)
     return solved
@@ -86,7 +86,7 @@ def climb(ascent: Ascent) -> float:
 def _near(search: Search, reduced: Network, ascent: Ascent) -> bool:
     """A plan of a large network from the prices, and the program of what it leaves if that is small."""
     low = ascent.bound()
-    upper = search.offer(_mended(search.problem, reduced, ascent.folded, dive(ascent))).seconds * MICRO
+    upper = search.offer(rounded(search.problem, reduced, ascent)).seconds * MICRO
     narrowed = tighten(ascent, upper - low + GAP * abs(low))
     if _count(narrowed) > MOST_PAIRS:
         return True
@@ -99,21 +99,46 @@ def _near(search: Search, reduced: Network, ascent: Ascent) -> bool:
     return relaxed.status == "optimal"
 
 
-def _mended(problem: Problem, reduced: Network, folded: Folded, chosen: list[int]) -> Assignment:
-    """The plan in which all members of a group have the strategy chosen for it, improved vertex by vertex."""
+def rounded(problem: Problem, reduced: Network, ascent: Ascent) -> Assignment:
+    """The best mix of a plan made forwards and one made backwards. Leaves the prices after a forward sweep."""
+    plans = [mend(reduced, from_prices(ascent, reduced, backwards=False))]
+    ascent.sweep(backwards=False)
+    plans.append(mend(reduced, from_prices(ascent, reduced, backwards=True)))
+    occurs: list[set[int]] = [set() for _ in ascent.folded.members]
+    for plan in plans:
+        for k, strategy in plan.items():
+            occurs[ascent.folded.group[k]].add(strategy)
+    narrowed = restrict(ascent.folded, [np.array(sorted(strategies)) for strategies in occurs])
+    form = Formulation(problem, reduced, narrowed, limited=False)
+    relaxed = relax(form)
+    if relaxed.status == "optimal":
+        plans.append(mend(reduced, _spread(narrowed, form.rounded(relaxed.x))))
+    return _assignment(problem, reduced, min(plans, key=lambda plan: total_micros(reduced, plan)))
+
+
+def _spread(folded: Folded, chosen: list[int]) -> dict[int, int]:
+    """The choice in which all members of a group have the strategy chosen for it."""
     numbers = (int(strategies[s]) for strategies, s in zip(folded.strategies, chosen))
-    each = {k: number for number, members in zip(numbers, folded.members) for k in members}
-    full = expand(reduced, mend(reduced, each))
+    return {k: number for number, members in zip(numbers, folded.members) for k in members}
+
+
+def _assignment(problem: Problem, reduced: Network, chosen: dict[int, int]) -> Assignment:
+    full = expand(reduced, chosen)
     complete = tuple(full[k] for k in range(len(problem.vertices)))
     return Assignment(complete, all_kept(problem, complete))
 
 
+def _mended(problem: Problem, reduced: Network, folded: Folded, chosen: list[int]) -> Assignment:
+    """The plan of a choice for every group, improved vertex by vertex."""
+    return _assignment(problem, reduced, mend(reduced, _spread(folded, chosen)))
+
+
 def plan_from_prices(problem: Problem, network: Network) -> Assignment:
-    """A plan that is good for the costs of a network, without a program."""
+    """A plan that is good for the costs of a network, without a bound."""
     reduced = reduce(network)
     ascent = Ascent(fold(reduced, FOLD_ROUNDS))
     climb(ascent)
-    return _mended(problem, reduced, ascent.folded, dive(ascent))
+    return rounded(problem, reduced, ascent)
 
 
 def _count(folded: Folded) -> int:
