@@ -22,7 +22,7 @@ from .pytorch.dtensor import DTensorPeer, peer_name
 from .pytorch.known import known_cluster
 from .pytorch.module import check_module
 from .pytorch.runner import TorchRunner
-from .pytorch.samples import sample_calls
+from .pytorch.samples import PER_OPERATOR, sample_calls
 from .pytorch.state import check_state
 from .pytorch.world import (
     NOT_GIVEN,
@@ -116,14 +116,17 @@ def ship_rules(progress: Any = silent) -> int:
     return ship(TorchRunner(), common_graphs(), progress=lambda done, total: progress("rules", done, total))
 
 
-def audit_rules(operators: Sequence[str] = (), *, progress: Any = silent) -> Report:
+def audit_rules(operators: Sequence[str] = (), *, calls_each: int = PER_OPERATOR, progress: Any = silent) -> Report:
     """Compares the discovered rules with those of `torch.distributed.tensor`, on sample calls of each operator.
 
-    `operators` are names such as mm, aten.mm or aten.mm.default; none means all that have samples. Raises InputError
-    for an operator that torch does not have, or that has no samples.
+    `operators` are names such as mm, aten.mm or aten.mm.default; none means all that have samples. `calls_each`: calls
+    of different kinds of every operator, at most. Raises InputError for an operator that torch does not have, or that
+    has no samples.
     """
+    if calls_each < 1:
+        raise InputError(f"audit: expected at least one call of every operator, got {calls_each}")
     runner = TorchRunner()
-    calls = sample_calls(operators, runner, lambda done, total: progress("samples", done, total))
+    calls = sample_calls(operators, runner, lambda done, total: progress("samples", done, total), calls_each)
     rules = RuleBook(runner).find(calls, lambda done, total: progress("rules", done, total))
     found = judge_all(calls, rules, runner, DTensorPeer, lambda done, total: progress("audit", done, total))
     return Report(peer_name(), found)

@@ -260,21 +260,23 @@ def rules(
 
 
 @app.command
-def audit(*operators: str, write: Path | None = None, as_json: Json = False) -> int:
+def audit(*operators: str, calls: int = 3, write: Path | None = None, as_json: Json = False) -> int:
     """Compare the discovered rules with those of torch.distributed.tensor, and let execution decide who is right.
 
     Parameters
     ----------
     operators
         Names such as mm, aten.mm or aten.mm.default; by default all of PyTorch's own operator database.
+    calls
+        Calls of different kinds of every operator, at most.
     write
         Write the result as a page of Markdown into this file.
     """
     with _strangers_to_stderr(), _stages() as progress:
-        report = audit_rules(operators, progress=progress)
+        report = audit_rules(operators, calls_each=calls, progress=progress)
     if write is not None:
         try:
-            write.write_text(audit_page(report, " ".join(["shardwise audit", *operators, f"--write {write}"])), "utf-8")
+            write.write_text(audit_page(report, " ".join(["shardwise audit", *operators, f"--calls {calls} --write {write}"])), "utf-8")
         except OSError as error:
             raise InputError(f"--write {write}: {error.strerror}") from None
     if as_json:

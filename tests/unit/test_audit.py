@@ -259,12 +259,12 @@ def test_an_operator_without_samples_is_refused():
 
 def test_the_command(monkeypatch, capfd, tmp_path):
     page = tmp_path / "audit.md"
-    code, text, _ = run(monkeypatch, capfd, "audit", "t", "--json", "--write", page)
+    code, text, _ = run(monkeypatch, capfd, "audit", "t", "--calls", "1", "--json", "--write", page)
     data = json.loads(text)
     assert code == 0 and {o["operator"] for o in data["operators"]} == {"aten.t.default"}
     assert {x["verdict"] for o in data["operators"] for c in o["calls"] for x in c["findings"]} >= {"same"}
     assert data["recall"] == 1.0
-    assert "shardwise audit t" in page.read_text()
+    assert "shardwise audit t --calls 1" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -280,6 +280,6 @@ def test_the_command_refuses(monkeypatch, capfd, argv, message):
     assert code == 1 and text == "" and message in " ".join(error.split()) and "Traceback" not in error
 
 
-def _only_names(operators, progress):
+def _only_names(operators, calls_each, progress):
     check_names(operators)
     return Report("DTensor")

@@ -177,7 +177,7 @@ def sample_calls(
 def _alike(base: str, entry: Any) -> float:
     """How much an entry's name resembles an operator's; 1 where one holds the other."""
     names = [n for n in (entry.name.split(".")[-1], entry.aten_name or "") if n]
-    if any(n == base or (len(n) > 2 and (n in base or base in n)) for n in names):
+    if any(n == base or (min(len(n), len(base)) > 2 and (n in base or base in n)) for n in names):
         return 1.0
     return max(difflib.SequenceMatcher(None, base, n).ratio() for n in names)
 

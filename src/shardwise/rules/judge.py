@@ -18,7 +18,7 @@ from .sandbox import ATTEMPT_TIMEOUT_S, messages
 from .verify import verify_rule
 
 PIECES = (2, 3)
-SEEDS = (3, 4)
+SEEDS = (3,)
 """Of the inputs on which our factors are verified."""
 MAX_ALONE = 8
 """So many placements of which the peer says nothing are put to it for each call."""
