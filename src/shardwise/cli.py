@@ -275,8 +275,9 @@ def audit(*operators: str, calls: int = 3, write: Path | None = None, as_json: J
     with _strangers_to_stderr(), _stages() as progress:
         report = audit_rules(operators, calls_each=calls, progress=progress)
     if write is not None:
+        command = " ".join(["shardwise audit", *operators, f"--calls {calls} --write {write}"])
         try:
-            write.write_text(audit_page(report, " ".join(["shardwise audit", *operators, f"--calls {calls} --write {write}"])), "utf-8")
+            write.write_text(audit_page(report, command), encoding="utf-8")
         except OSError as error:
             raise InputError(f"--write {write}: {error.strerror}") from None
     if as_json:

@@ -181,6 +181,46 @@ def test_a_call_that_no_shape_function_accepts_is_noted():
     assert "no shapes" in judge(broken, Rule(), RUNNER, Scripted()).note
 
 
+def test_truth_values_have_one_word_for_each_reduction():
+    call = Call("aten.any.dim", (f(6, 12),), (A, 1))
+    listed = Combination((Shard(1),), (SUM,))
+    rule = Rule((Factor((DimRef(1),), ("max",)),))
+    found = judge(call, rule, RUNNER, Scripted((listed,)))
+    assert _verdicts(found) == {"(S1) -> (Pmax)": "same"}
+
+
+def test_truth_of_summands_is_not_the_truth_of_the_sum():
+    call = Call("aten.any.default", (f(6, 12),), (A,))
+    assert holds(call, (SUM,), (Partial("max"),), RUNNER, drawn(call, RUNNER), (2,)) is not None
+
+
+def test_what_holds_in_order_only_is_no_conflict():
+    class Sorted(Scripted):
+        """Right where the boundaries are in order, as they have to be."""
+
+        def runs(self, call: Call, operands: list[np.ndarray], placements: tuple[Placement, ...]) -> Ran:
+            good = bool((np.diff(operands[1]) >= 0).all())
+            whole = RUNNER.run(call, operands)
+            return Ran(tuple(w if good or w is None else w + 1 for w in whole), (SUM,))
+
+    call = Call("aten.bucketize.Tensor", (f(6), f(12)), (A, B))
+    found = judge(call, Rule(), RUNNER, Sorted((Combination((R, Shard(0)), (SUM,)),)))
+    (finding,) = [x for x in found.findings if x.combination.operands == (R, Shard(0))]
+    assert (finding.verdict, finding.reason) == ("unconfirmed", "right only where the operands are in order")
+
+
+@pytest.mark.parametrize(
+    ("call", "note"),
+    [
+        (Call("aten.empty_like.default", (f(6, 12),), (A,)), "leaves its results unwritten"),
+        (Call("aten.exp.default", (f(6, 0),), (A,)), "without elements"),
+    ],
+)
+def test_where_there_is_nothing_to_compare(call, note):
+    found = judge(call, Rule((Factor((DimRef(0),), (DimRef(0),)),)), RUNNER, Scripted())
+    assert note in found.note and not found.findings
+
+
 @pytest.mark.parametrize(
     ("call", "kind"),
     [(MM, "contraction"), (EXP, "elementwise"), (VIEW, "view"), (EMBEDDING, "index"), (CUMSUM, "other")],

@@ -135,6 +135,14 @@ def test_rules(call: Call, want: str, book: RuleBook) -> None:
         assert not verify_rule(proxy, small, RUNNER, seed)
 
 
+def test_a_stand_in_has_as_many_results_as_the_call() -> None:
+    """A size may be the number of results."""
+    call = Call("aten.unbind_copy.int", (f(8, 6, 32),), (A, 1))
+    (rule,) = RuleBook(RUNNER, use_disk=False, use_shipped=False).find([call])
+    assert [len(x.results) for x in rule.factors] == [6, 6]
+    assert format_rule(rule, ((3,), (2,) * 6)) == "([i,_,j]) -> ([i,j],[i,j],[i,j],[i,j],[i,j],[i,j]) linear{0}"
+
+
 @pytest.mark.parametrize(
     "call",
     [

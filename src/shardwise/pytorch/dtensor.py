@@ -1,9 +1,10 @@
 """What the hand-written rules of `torch.distributed.tensor` allow, and what a DTensor makes of a call.
 
 Its rules are read as they are registered: strategies over one mesh axis as lists; strategies over several as the list
-that they give for operands of every placement; propagation rules by asking for every placement of every operand; what
-has none of these by torch's tracing through the decomposition. A DTensor itself runs on two simulated devices in this
-process (`LocalTensorMode` over a process group that sends nothing), with all that it moves and rewrites on the way.
+that they give for operands of every placement; what has none of these by torch's tracing through the decomposition.
+That is the order in which DTensor asks; the old propagation rules come last and none is left alone in torch 2.13. A
+DTensor itself runs on two simulated devices in this process (`LocalTensorMode` over a process group that sends
+nothing), with all that it moves and rewrites on the way.
 
 Everything here changes the state of the process (a process group): run it in a child.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -51,11 +51,10 @@ from .runner import flatten_results
 
 DEVICES = 2
 MAX_ASKED = 200
-"""Of an operator with a propagation rule or a decomposition at most so many placements of its operands are asked."""
+"""Of an operator with a decomposition at most so many placements of its operands are traced."""
 MASKED = "shifts and masks the indices"
 REWRITTEN = "rewrites the sizes in the arguments"
 TRACED = "traced through the decomposition"
-PROPAGATED = "a propagation rule"
 
 
 def peer_name() -> str:
@@ -83,10 +82,8 @@ class DTensorPeer:
             found |= _keyed(self._single_axis(call), call, help_)
         elif op in self.propagator.op_strategy_funcs:
             found |= _keyed(self._strategies(call, self.propagator.op_strategy_funcs[op]), call, help_)
-        elif op not in self.propagator.op_to_rules and DecompShardingStrategy.has_decomp(op):
+        elif DecompShardingStrategy.has_decomp(op):
             found |= _keyed(self._decomposed(call), call, TRACED)
-        if op in self.propagator.op_to_rules:
-            found = _keyed(self._propagated(call, self.propagator.op_to_rules[op]), call, PROPAGATED) | found
         return found
 
     def is_quick(self, call: Call) -> bool:
@@ -124,22 +121,6 @@ class DTensorPeer:
         found = self.propagator.decomp_strategy.propagate_strategy(self._schema(call, args, kwargs))
         if found is not None:
             yield from _listed(found, len(self._result_metas(call)))
-
-    def _propagated(self, call: Call, rule: Callable[[Any], Any]) -> Iterator[tuple[list[Any], list[Any]]]:
-        """(operands, results) of a propagation rule, asked for every placement of every operand."""
-        choices = [_choices(call, k) for k in range(len(call.operands))]
-        if prod(map(len, choices)) > MAX_ASKED:
-            return
-        for placed in product(*choices):
-            args, kwargs = _arguments(call, lambda k, placed=placed: self._spec(call, k, placed[k]))
-            try:
-                answer = rule(self._schema(call, args, kwargs))
-            except (RuntimeError, ValueError, AssertionError, IndexError, NotImplementedError):
-                continue
-            specs = answer.output_spec
-            if specs is not None and answer.redistribute_schema is None:
-                specs = list(specs) if isinstance(specs, list | tuple) else [specs]
-                yield list(placed), [None if s is None else s.placements[0] for s in specs]
 
     def _spec(self, call: Call, k: int, placement: TorchPlacement) -> Any:
         return DTensorSpec(self.mesh, (placement,), tensor_meta=_meta(call, k))

@@ -159,7 +159,18 @@ def our_combinations(call: Call, rule: Rule, results: Sequence[TensorMeta | None
         for kind in kinds:
             operands = tuple(Partial(kind) if k in group else R for k in range(len(call.operands)))
             found.setdefault(Combination(operands, tuple(None if m is None else Partial(kind) for m in results)), None)
-    return {c: f for c, f in found.items() if countable(call, c)}
+    return {plain(c, results): f for c, f in found.items() if countable(call, c)}
+
+
+def plain(combination: Combination, results: Sequence[TensorMeta | None]) -> Combination:
+    """The same with one word for each way in which truth values combine: a sum of them is their maximum, a product
+    their minimum."""
+    words = {Partial("sum"): Partial("max"), Partial("prod"): Partial("min")}
+    placed = tuple(
+        words.get(p, p) if m is not None and m.dtype == "bool" and isinstance(p, Partial) else p
+        for p, m in zip(combination.results, results)
+    )
+    return Combination(combination.operands, placed if len(placed) == len(combination.results) else combination.results)
 
 
 def _placement(role: object) -> Placement:

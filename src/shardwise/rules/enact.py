@@ -6,7 +6,7 @@ them that could is tried, as a lowering would have to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -46,7 +46,29 @@ def drawn(call: Call, runner: OpRunner) -> tuple[Trial, ...]:
             return ()
         if one is not None:
             found.append(one)
-    return tuple(found)
+    return tuple([*found, *_altered(found, np.zeros_like, runner)])
+
+
+def in_order(trials: Sequence[Trial], runner: OpRunner) -> tuple[Trial, ...]:
+    """The trials with all numbers of every operand in order, as the operator may demand."""
+    return tuple(t for one in trials for t in _altered([one], lambda a: np.sort(a, axis=-1) if a.ndim else a, runner))
+
+
+def _altered(trials: Sequence[Trial], change: Callable[[np.ndarray], np.ndarray], runner: OpRunner) -> list[Trial]:
+    """The first trial with its floats changed; none where the operator refuses."""
+    for one in trials[:1]:
+        operands = [change(a) if a.dtype.kind == "f" else a for a in one.operands]
+        try:
+            return [Trial(one.call, operands, runner.run(one.call, operands))]
+        except OperatorError:
+            return []
+    return []
+
+
+def unwritten(trials: Sequence[Trial]) -> bool:
+    """Whether the operator leaves its results as the memory was: filled with NaN by the runner."""
+    arrays = [r for one in trials for r in one.results if r is not None and r.size]
+    return bool(arrays) and all(a.dtype.kind in "fc" and np.isnan(a).all() for a in arrays)
 
 
 def int_choices(call: Call, runner: OpRunner, sizes: set[int]) -> list[tuple[Path, ...]]:
@@ -136,11 +158,9 @@ def agrees(whole: np.ndarray, got: np.ndarray, parts: Sequence[np.ndarray], plac
         return True
     if not isinstance(placement, Partial) or placement.op not in ("sum", "avg") or whole.dtype.kind not in "fc":
         return False
-    if not all(np.isfinite(p).all() for p in parts):  # summands overflow where their sum does not
-        finite = np.isfinite(got) & np.isfinite(whole)
-        return bool(finite.any()) and close(whole[finite], got[finite])
-    largest = max(float(np.abs(p).max(initial=0.0)) for p in parts)
-    return bool(np.abs(got - whole).max(initial=0.0) <= RTOL * largest)
+    finite = np.isfinite(got) & np.isfinite(whole)  # summands may have no value where their sum has one
+    largest = max((float(np.abs(p[np.isfinite(p)]).max(initial=0.0)) for p in parts), default=0.0)
+    return bool(np.abs(got[finite] - whole[finite]).max(initial=0.0) <= RTOL * largest)
 
 
 def scattered(
@@ -184,7 +204,7 @@ def gathered(parts: Sequence[np.ndarray], placement: Placement) -> np.ndarray | 
         return None
     if isinstance(placement, Partial):
         combine = {"sum": np.sum, "max": np.max, "min": np.min, "prod": np.prod, "avg": np.mean}.get(placement.op)
-        if combine is None or (parts[0].dtype.kind in "cb" and placement.op not in ("sum", "prod", "max", "min")):
+        if combine is None or (parts[0].dtype.kind == "b" and placement.op == "avg"):
             return None
         try:
             with np.errstate(all="ignore"):

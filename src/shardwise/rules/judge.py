@@ -9,9 +9,9 @@ import numpy as np
 
 from ..ir.placement import Partial, Placement, R, Shard
 from ..ir.runner import Call, OperatorError, OpRunner
-from .audit import Audited, Combination, Finding, Peer, countable, kind_of, our_combinations, text_of
+from .audit import Audited, Combination, Finding, Peer, countable, kind_of, our_combinations, plain, text_of
 from .draws import Trial
-from .enact import Failure, agrees, drawn, holds, shown
+from .enact import Failure, agrees, drawn, holds, in_order, shown, unwritten
 from .proxy import proxy_of
 from .rule import Factor, Rule
 from .sandbox import ATTEMPT_TIMEOUT_S, messages
@@ -71,9 +71,13 @@ def judge(call: Call, rule: Rule, runner: OpRunner, peer: Peer) -> Audited:
     text, kind = text_of(rule, call, results), kind_of(rule, results)
     if not trials:
         return Audited(call, text, kind, (), "accepts no input, or does not repeat itself")
+    if any(0 in meta.shape for meta in call.operands):
+        return Audited(call, text, kind, (), "an operand without elements: there is nothing to compare")
+    if unwritten(trials):
+        return Audited(call, text, kind, (), "leaves its results unwritten: there is nothing to compare")
     ours = our_combinations(call, rule, results)
     try:
-        theirs = {c: h for c, h in peer.allows(call).items() if countable(call, c)}
+        theirs = {plain(c, results): h for c, h in peer.allows(call).items() if countable(call, c)}
         note = "" if theirs else f"{peer.name} has no rule for it"
     except Exception as error:  # a library's rule may raise anything on arguments that it does not know
         theirs, note = {}, f"{peer.name} cannot say: {type(error).__name__}: {str(error)[:120]}"
@@ -149,6 +153,9 @@ class _Case:
         if right is None:
             reason = f"{failure.reason}; {reason}"
             return Finding(combination, "unconfirmed", f"{help_}: {reason}" if help_ else reason)
+        ordered = in_order(self.trials, self.runner)
+        if ordered and self._peer_is_right(combination.operands, ordered)[0]:
+            return Finding(combination, "unconfirmed", "right only where the operands are in order")
         example = self._peer_example(combination.operands)
         return Finding(combination, "conflict", f"{self.peer.name}: {reason}", example)
 

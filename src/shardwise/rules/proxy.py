@@ -106,6 +106,7 @@ def stand_ins(call: Call, runner: OpRunner, sizes: tuple[int, ...] = PROXY_SIZES
     """
     size_paths = set(runner.size_leaves(call))
     seen: set[str] = set()
+    results = _results(call, runner)
     for own_dtype in (False, True):
         new: dict[Path, Arg] = {
             p: leaf if own_dtype else _in_class(leaf) for p, leaf in leaves(call.args, call.kwargs)
@@ -119,15 +120,23 @@ def stand_ins(call: Call, runner: OpRunner, sizes: tuple[int, ...] = PROXY_SIZES
                 if isinstance(value, int) and not isinstance(value, bool) and not keep:
                     ints[path] = _map_int(value, table, call, sizes)
             small = tuple(replace(m, shape=tuple(table.get(s, s) for s in m.shape)) for m in metas)
-            yield from _fresh(call.with_leaves(ints).with_operands(small), runner, seen)
+            yield from _fresh(call.with_leaves(ints).with_operands(small), runner, seen, results)
         plain = call.with_leaves(new).with_operands(metas)
         if _elements(plain) <= MAX_PROXY_ELEMENTS:
-            yield from _fresh(plain, runner, seen)
+            yield from _fresh(plain, runner, seen, results)
 
 
-def _fresh(candidate: Call, runner: OpRunner, seen: set[str]) -> Iterator[Call]:
+def _results(call: Call, runner: OpRunner) -> int | None:
+    """How many results a call has; None where the operator refuses it. A size may be their number."""
+    try:
+        return len(runner.meta(call))
+    except OperatorError:
+        return None
+
+
+def _fresh(candidate: Call, runner: OpRunner, seen: set[str], results: int | None) -> Iterator[Call]:
     key = format_call(candidate)
-    if key not in seen and _accepts(candidate, runner):
+    if key not in seen and _accepts(candidate, runner) and results in (None, _results(candidate, runner)):
         seen.add(key)
         yield candidate
 
