@@ -8,7 +8,9 @@ functional. A call is processed when a rule was found after the operator ran on 
 read exactly from the strides of a view. Each rule is then verified on fresh inputs at 2, 3 and 4 pieces, uneven ones
 included; what has no input that the operator accepts cannot be wrong. --quick takes at most 2 calls per operator.
 
-`recall_vs_dtensor` is not measured yet: the comparison with DTensor's own rules is still to come.
+`recall_vs_dtensor` comes from the audit (`shardwise audit`, docs/audit.md), whose time is not part of `all_minutes`: of
+the placements that DTensor's rules allow and execution confirms, the share that ours allow too. --quick audits the
+operators of QUICK alone, which are always the same.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import argparse
 import random
 import resource
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,24 +35,56 @@ TARGETS = (
 )
 MEMORY_BYTES = 9 << 30
 VERIFY_SEEDS = (3, 4, 5)
+QUICK = (
+    "mm", "bmm", "addmm", "add.Tensor", "mul.Tensor", "where", "sum.dim_IntList", "amax", "var.correction", "argmax",
+    "cumsum", "sort", "topk", "cat", "view", "transpose.int", "slice.Tensor", "split.Tensor", "expand", "gather",
+    "index_select", "embedding", "_softmax", "native_layer_norm", "convolution", "nll_loss_forward",
+)  # fmt: skip
+"""Operators of every kind, for the quick audit."""
 
 
 def measure(options: argparse.Namespace) -> tuple[list[Row], dict[str, float | None]]:
-    """All targets but recall."""
+    """All targets; `all_minutes` in a full run only."""
     start = time.perf_counter()
     arguments = {"per_operator": 2 if options.quick else None, "seed": options.seed}
     try:
         rows = harness.child("benchmarks.rules", arguments, OMP_NUM_THREADS="1")
     except SystemExit as died:
         return [{"name": "the process that discovers", "died": str(died)[-500:]}], {"parent_crashes": 1}
+    minutes = (time.perf_counter() - start) / 60
+    audited = harness.child("benchmarks.rules", {"audit": QUICK if options.quick else ()}, OMP_NUM_THREADS="1")
     found = next(row for row in rows if row["name"] == "found")
+    recall = next(row for row in audited if row["name"] == "audit")
     values: dict[str, float | None] = {
         "processed": found["processed"] / found["calls"],
         "wrong_rules": found["wrong"],
         "parent_crashes": 0,
-        "all_minutes": None if options.quick else (time.perf_counter() - start) / 60,
+        "recall_vs_dtensor": recall["recall"],
+        "all_minutes": None if options.quick else minutes,
     }
-    return rows, values
+    return rows + audited, values
+
+
+def audit(operators: list[str]) -> None:
+    """Audits against DTensor, and reports every miss and every conflict."""
+    from shardwise.api import audit_rules
+    from shardwise.rules.audit import category
+
+    start = time.perf_counter()
+    report = audit_rules(operators)
+    for audited in report.calls:
+        for finding in audited.findings:
+            if finding.verdict in ("miss", "conflict"):
+                harness.report(
+                    name=finding.verdict, operator=audited.call.op, placements=str(finding.combination),
+                    reason=finding.reason or "no factor of ours",
+                )  # fmt: skip
+    categories = Counter(category(calls) for calls in report.operators().values())
+    harness.report(
+        name="audit", operators=len(report.operators()), calls=len(report.calls), recall=report.recall,
+        recall_of_all=report.recall_of_all, **{k.replace(" ", "_"): n for k, n in sorted(categories.items())},
+        seconds=round(time.perf_counter() - start, 1),
+    )  # fmt: skip
 
 
 def work(per_operator: int | None, seed: int) -> None:
@@ -93,79 +126,15 @@ def work(per_operator: int | None, seed: int) -> None:
 
 def _collected() -> tuple[list[Any], tuple[int, int], int]:
     """(calls, (operators, samples), samples that fail by themselves)."""
-    import torch
-    from torch.testing._internal.common_methods_invocations import op_db
+    from shardwise.pytorch.samples import DTYPES, database, record
 
-    warnings.simplefilter("ignore")
     calls: dict[str, Any] = {}
-    samples = failed = 0
-    for op in op_db:
-        for dtype in (torch.float32, torch.int64):
-            if not op.supports_dtype(dtype, "cpu"):
-                continue
-            backward = op.supports_autograd and dtype.is_floating_point
-            for sample in op.sample_inputs("cpu", dtype, requires_grad=backward):
-                samples += 1
-                try:
-                    _run(op, sample, backward, calls)
-                except Exception:  # samples of the database that this build cannot run
-                    failed += 1
-    return list(calls.values()), (len(op_db), samples), failed
-
-
-def _run(op: Any, sample: Any, backward: bool, calls: dict[str, Any]) -> None:
-    """One sample forward and backward, its ATen calls recorded."""
-    import torch
-    from torch.utils import _pytree as pytree
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from shardwise.rules.proxy import format_call
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            call = _call(func, args, kwargs or {})
-            if call is not None:
-                calls.setdefault(format_call(call), call)
-            return func(*args, **(kwargs or {}))
-
-    def needing_grad(tree: Any) -> list[torch.Tensor]:
-        return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.requires_grad]
-
-    with Recorder():
-        out = needing_grad(op(sample.input, *sample.args, **sample.kwargs))
-        inputs = needing_grad((sample.input, sample.args, sample.kwargs))
-        if backward and out and inputs:
-            torch.autograd.grad(out, inputs, [torch.ones_like(o) for o in out], allow_unused=True)
-
-
-def _call(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The call of an operator; None where it writes into an operand, is no operator of torch's registry, or has an
-    argument that no graph can hold (sparse tensors, generators)."""
-    import torch
-
-    from shardwise.ir.graph import Ref
-    from shardwise.ir.runner import Call, TensorMeta
-    from shardwise.pytorch.compat import is_mutable
-    from shardwise.pytorch.operators import dtype_name, find_op, op_name, to_arg
-
-    metas: list[TensorMeta] = []
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if value.layout != torch.strided:
-                raise TypeError("a sparse tensor")
-            metas.append(TensorMeta(tuple(value.shape), dtype_name(value.dtype)))
-            return Ref(str(len(metas) - 1))
-        return tuple(map(convert, value)) if isinstance(value, list | tuple) else to_arg(value)
-
-    try:
-        if is_mutable(func):
-            return None
-        find_op(op_name(func))
-        given = tuple(map(convert, args)), tuple((k, convert(v)) for k, v in kwargs.items())
-    except (TypeError, AttributeError, ValueError):
-        return None
-    return Call(op_name(func), tuple(metas), *given)
+    entries, samples, failed = database(), 0, 0
+    for entry in entries:
+        for dtype in DTYPES:
+            seen, broken = record(entry, dtype, calls)
+            samples, failed = samples + seen, failed + broken
+    return list(calls.values()), (len(entries), samples), failed
 
 
 def _stand_ins(calls: list[Any], runner: Any, limit: int | None) -> tuple[dict, dict, Counter]:
@@ -237,6 +206,6 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     if (arguments := harness.is_child()) is not None:
-        work(**arguments)
+        audit(arguments["audit"]) if "audit" in arguments else work(**arguments)
     else:
         harness.run(__doc__, TARGETS, measure, _options)

@@ -18,9 +18,11 @@ from .plan.wishes import Constraints, Wish, fitting_shapes, fixed_and_forbidden,
 from .pytorch.call import check_example, describe_example
 from .pytorch.capture import Program, capture
 from .pytorch.common import common_graphs
+from .pytorch.dtensor import DTensorPeer, peer_name
 from .pytorch.known import known_cluster
 from .pytorch.module import check_module
 from .pytorch.runner import TorchRunner
+from .pytorch.samples import PER_OPERATOR, sample_calls
 from .pytorch.state import check_state
 from .pytorch.world import (
     NOT_GIVEN,
@@ -32,6 +34,9 @@ from .pytorch.world import (
     target_device,
     together,
 )
+from .rules.audit import Report
+from .rules.book import RuleBook
+from .rules.judge import judge_all
 from .rules.ship import ship
 
 MEASURE = "measure"
@@ -109,6 +114,22 @@ def rules_of(
 def ship_rules(progress: Any = silent) -> int:
     """Rewrites the book of rules that ships with the package; returns the number of rules."""
     return ship(TorchRunner(), common_graphs(), progress=lambda done, total: progress("rules", done, total))
+
+
+def audit_rules(operators: Sequence[str] = (), *, calls_each: int = PER_OPERATOR, progress: Any = silent) -> Report:
+    """Compares the discovered rules with those of `torch.distributed.tensor`, on sample calls of each operator.
+
+    `operators` are names such as mm, aten.mm or aten.mm.default; none means all that have samples. `calls_each`: calls
+    of different kinds of every operator, at most. Raises InputError for an operator that torch does not have, or that
+    has no samples.
+    """
+    if calls_each < 1:
+        raise InputError(f"audit: expected at least one call of every operator, got {calls_each}")
+    runner = TorchRunner()
+    calls = sample_calls(operators, runner, lambda done, total: progress("samples", done, total), calls_each)
+    rules = RuleBook(runner).find(calls, lambda done, total: progress("rules", done, total))
+    found = judge_all(calls, rules, runner, DTensorPeer, lambda done, total: progress("audit", done, total))
+    return Report(peer_name(), found)
 
 
 def _example(example: Any) -> tuple:

@@ -17,12 +17,13 @@ import cyclopts
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .api import plan_model, rules_of, ship_rules
+from .api import audit_rules, plan_model, rules_of, ship_rules
 from .demo import LARGEST_DIFFERENCE, Comparison, Options, run_demo
 from .errors import InputError, ShardwiseError
 from .models.training import Recipe
 from .plan.describe import human_bytes, human_seconds
 from .plan.plan import Plan
+from .report.audit import audit_data, audit_lines, audit_page, audit_table
 from .report.tables import curves, plan_tables, rule_rows, rule_table
 
 app = cyclopts.App(name="shardwise", help="Trains and runs an unmodified model on many devices, planned automatically.")
@@ -258,6 +259,36 @@ def rules(
     return 0
 
 
+@app.command
+def audit(*operators: str, calls: int = 3, write: Path | None = None, as_json: Json = False) -> int:
+    """Compare the discovered rules with those of torch.distributed.tensor, and let execution decide who is right.
+
+    Parameters
+    ----------
+    operators
+        Names such as mm, aten.mm or aten.mm.default; by default all of PyTorch's own operator database.
+    calls
+        Calls of different kinds of every operator, at most.
+    write
+        Write the result as a page of Markdown into this file.
+    """
+    with _strangers_to_stderr(), _stages() as progress:
+        report = audit_rules(operators, calls_each=calls, progress=progress)
+    if write is not None:
+        command = " ".join(["shardwise audit", *operators, f"--calls {calls} --write {write}"])
+        try:
+            write.write_text(audit_page(report, command), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--write {write}: {error.strerror}") from None
+    if as_json:
+        print(json.dumps(audit_data(report)))
+        return 0
+    out.print(audit_table(report))
+    for line in audit_lines(report):
+        out.print(line, markup=False, soft_wrap=True)
+    return 0
+
+
 def load_model(where: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The (model, args, kwargs) that FILE:FUNCTION returns. Raises InputError."""
     file, colon, name = where.rpartition(":")
@@ -337,7 +368,7 @@ def _strangers_to_stderr() -> Iterator[None]:
 @contextlib.contextmanager
 def _stages() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on standard error for every stage that reports."""
-    names = {"rules": "finding rules", "plan": "planning"}
+    names = {"rules": "finding rules", "plan": "planning", "samples": "running samples", "audit": "executing"}
     tasks: dict[str, Any] = {}
     with _progress(err) as progress:
 

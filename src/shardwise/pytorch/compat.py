@@ -46,9 +46,22 @@ from torch._subclasses.functional_tensor import FunctionalTensor, mb_unwrap_func
 # Where torch's composable parallelism (fully_shard, replicate) keeps its state in a module: it looks there first.
 from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSABLE_REGISTRY
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
+
+# The audit against DTensor: simulated devices in one process, and the classes in which its rules are registered. None
+# of it has a public form, and nothing of it is used in training.
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._decompositions import DecompShardingStrategy
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta as SpecMeta
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
+from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder as ShardingPlaceholder
+from torch.distributed.tensor.placement_types import _MaskPartial as MaskPartial
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+# A process group that sends nothing: DTensor's rules can be asked and simulated without one that does.
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,18 +75,30 @@ __all__ = [
     "AliasView",
     "AsStridedView",
     "BufferAOTInput",
+    "DTensorSpec",
+    "DecompShardingStrategy",
+    "FakeStore",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "LocalTensor",
+    "LocalTensorMode",
+    "MaskPartial",
     "NoView",
     "OpOverload",
+    "OpSchema",
+    "OpSpec",
+    "OpStrategy",
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
+    "ShardingPlaceholder",
     "SliceView",
+    "SpecMeta",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "TupleStrategy",
     "ValueLess",
     "WeakIdKeyDictionary",
     "aot_export_joint_with_descriptors",
@@ -91,6 +116,7 @@ __all__ = [
     "results_of",
     "returns_list",
     "schema_of",
+    "sharding_propagator",
     "size_arguments",
     "spec_of",
     "storage_key",
@@ -199,3 +225,8 @@ def current_tracer() -> object | None:
     """The tracer that records operators at this moment, or None: a traced value may be reused within one only."""
     mode = get_proxy_mode()
     return None if mode is None else mode.tracer
+
+
+def sharding_propagator() -> Any:
+    """Where DTensor keeps its rules: no public attribute leads there."""
+    return DTensor._op_dispatcher.sharding_propagator

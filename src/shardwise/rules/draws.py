@@ -118,8 +118,9 @@ def _draw_ints(
     if kind == "sparse":
         values = np.where(rng.random(shape) < 0.5, values, 0)
     flat = values.reshape(-1)
-    if flat.size > 1 and kind == "signed":
-        flat[0], flat[-1] = int_range - 1, 0
+    if flat.size and kind == "signed":
+        flat[-1] = 0
+        flat[0] = int_range - 1  # of a single number too: a range that the operator refuses would look accepted
     return values.astype(dtype)
 
 

@@ -42,16 +42,16 @@ def format_call(call: Call) -> str:
     return f"{call.op}({', '.join(args)}) on {operands}"
 
 
-def _size_map(call: Call, runner: OpRunner) -> dict[int, int]:
+def _size_map(call: Call, runner: OpRunner, sizes: tuple[int, ...]) -> dict[int, int]:
     """Actual size -> proxy size, by order of appearance. Sizes that are piled up keep their ratios."""
     table: dict[int, int] = {}
-    fresh = iter(PROXY_SIZES)
+    fresh = iter(sizes)
     for pile in find_piles(call, runner):
-        sizes = [call.operands[o].shape[d] for o, d in pile]
-        unit = gcd(*sizes)
-        if unit > 1 and max(sizes) // unit <= MAX_BLOCKS:
+        lengths = [call.operands[o].shape[d] for o, d in pile]
+        unit = gcd(*lengths)
+        if unit > 1 and max(lengths) // unit <= MAX_BLOCKS:
             small = next(fresh)
-            table.update((size, size // unit * small) for size in sizes)
+            table.update((length, length // unit * small) for length in lengths)
     for meta in call.operands:
         for size in meta.shape:
             if size > KEEP and size not in table:
@@ -59,7 +59,7 @@ def _size_map(call: Call, runner: OpRunner) -> dict[int, int]:
     return table
 
 
-def _map_int(value: int, table: dict[int, int], call: Call) -> int:
+def _map_int(value: int, table: dict[int, int], call: Call, sizes: tuple[int, ...]) -> int:
     """The proxy of an integer size: of the size it equals, or of the run of dims whose product it is; any other is
     larger than the proxies of smaller sizes, since a slice has to lie in what it was cut from."""
     if value in table or value <= KEEP:
@@ -72,7 +72,7 @@ def _map_int(value: int, table: dict[int, int], call: Call) -> int:
                 if actual == value:
                     return proxy
     above = max((small for size, small in table.items() if size < value), default=0)
-    fresh = [s for s in PROXY_SIZES if s not in table.values() and s > above]
+    fresh = [s for s in sizes if s not in table.values() and s > above]
     if fresh and value < 1 << 40:
         table[value] = fresh[0]
         return fresh[0]
@@ -95,38 +95,48 @@ def _elements(call: Call) -> int:
     return total
 
 
-def proxy_of(call: Call, runner: OpRunner) -> Call | None:
+def proxy_of(call: Call, runner: OpRunner, sizes: tuple[int, ...] = PROXY_SIZES) -> Call | None:
     """The small stand-in of a call that the operator accepts; None where not even the call itself is small enough."""
-    return next(stand_ins(call, runner), None)
+    return next(stand_ins(call, runner, sizes), None)
 
 
-def stand_ins(call: Call, runner: OpRunner) -> Iterator[Call]:
+def stand_ins(call: Call, runner: OpRunner, sizes: tuple[int, ...] = PROXY_SIZES) -> Iterator[Call]:
     """Stand-ins whose shapes the operator accepts, best first: small ones, the call's own sizes (one size may have to
-    be twice another), and both in the call's own dtype (a kernel may know no float64)."""
+    be twice another), and both in the call's own dtype (a kernel may know no float64). `sizes` is what small ones have.
+    """
     size_paths = set(runner.size_leaves(call))
     seen: set[str] = set()
+    results = _results(call, runner)
     for own_dtype in (False, True):
         new: dict[Path, Arg] = {
             p: leaf if own_dtype else _in_class(leaf) for p, leaf in leaves(call.args, call.kwargs)
         }
         metas = tuple(TensorMeta(m.shape, m.dtype if own_dtype else dtype_class(m.dtype)) for m in call.operands)
         for keep in (False, True):
-            table = _size_map(call, runner)
+            table = _size_map(call, runner, sizes)
             ints = dict(new)
             for path in sorted(size_paths, key=str):
                 value = new.get(path)
                 if isinstance(value, int) and not isinstance(value, bool) and not keep:
-                    ints[path] = _map_int(value, table, call)
+                    ints[path] = _map_int(value, table, call, sizes)
             small = tuple(replace(m, shape=tuple(table.get(s, s) for s in m.shape)) for m in metas)
-            yield from _fresh(call.with_leaves(ints).with_operands(small), runner, seen)
+            yield from _fresh(call.with_leaves(ints).with_operands(small), runner, seen, results)
         plain = call.with_leaves(new).with_operands(metas)
         if _elements(plain) <= MAX_PROXY_ELEMENTS:
-            yield from _fresh(plain, runner, seen)
+            yield from _fresh(plain, runner, seen, results)
 
 
-def _fresh(candidate: Call, runner: OpRunner, seen: set[str]) -> Iterator[Call]:
+def _results(call: Call, runner: OpRunner) -> int | None:
+    """How many results a call has; None where the operator refuses it. A size may be their number."""
+    try:
+        return len(runner.meta(call))
+    except OperatorError:
+        return None
+
+
+def _fresh(candidate: Call, runner: OpRunner, seen: set[str], results: int | None) -> Iterator[Call]:
     key = format_call(candidate)
-    if key not in seen and _accepts(candidate, runner):
+    if key not in seen and _accepts(candidate, runner) and results in (None, _results(candidate, runner)):
         seen.add(key)
         yield candidate
 

@@ -30,6 +30,7 @@ ATTEMPT_TIMEOUT_S = 20.0
 MAX_HANGS = 6
 """After this many attempts that took too long no further one is made for a call: what was found until then stands."""
 CRASHED = Rule(found_on="crashed")
+FAILED = "discovery failed"
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
@@ -93,7 +94,10 @@ def _child_over(
         runner.prepare_child()
         for index in indices:
             attempt = _isolated(send, timeout_s) if isolated else _direct(send, timeout_s)
-            send((index, _discover(calls[index], runner, attempt)))
+            rule = _discover(calls[index], runner, attempt)
+            if rule.found_on.startswith(FAILED) and not isolated:
+                return  # an operator may have damaged this process: all further calls would fail alike
+            send((index, rule))
 
     done = indices.start
     for message in messages(work, timeout_s * (3 if isolated else 1)):
@@ -110,7 +114,7 @@ def _discover(call: Call, runner: OpRunner, attempt: Attempt) -> Rule:
     except MemoryError:
         return Rule(found_on="out of memory")
     except Exception as error:
-        return Rule(found_on=f"discovery failed: {type(error).__name__}: {error}")
+        return Rule(found_on=f"{FAILED}: {type(error).__name__}: {error}")
 
 
 def _direct(send: Callable[[object], None], timeout_s: float) -> Attempt:
