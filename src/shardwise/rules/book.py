@@ -24,7 +24,7 @@ from .rule import DimRef, Rule
 from .sandbox import discover_all
 from .views import view_rule
 
-FORMAT = 8
+FORMAT = 9
 """Version of the discovery and of the JSON form; rules of another version are not read."""
 
 

@@ -1,8 +1,8 @@
 """Adversarial inputs for discovery: what a rule must survive before it is believed.
 
 One random input is unsound (`any` looks like identity on almost all of them), so every candidate is tried on signed
-values, on values with many ties and zeros, on positive ones, on sparse ones, on zeros but for one element and on no
-zero but one (what `any` and `all` hang on); bools all true and all false; integers over their whole range, and every
+values, on values with many ties and zeros, on positive ones, on sparse ones, on zeros but for one element, on no zero
+but one (what `any` and `all` hang on) and on ones of either sign (operators that compare their operands); bools all true and all false; integers over their whole range, and every
 index argument over a range of its own and, where asked, in order (`ranges.py`).
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from ..ir.graph import leaves
 from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
 
-KINDS = ("signed", "ties", "positive", "sparse", "lone", "hole")
+KINDS = ("signed", "ties", "positive", "sparse", "lone", "hole", "twins")
 FULL_RANGE = 1000
 """Integers that are not indices are drawn from [-FULL_RANGE, FULL_RANGE)."""
 
@@ -87,6 +87,8 @@ def _lone(array: np.ndarray, value: object, rng: np.random.Generator) -> np.ndar
 def _draw_floats(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:
     if kind == "ties":
         return rng.integers(-2, 3, shape).astype(np.float64)
+    if kind == "twins":
+        return rng.choice([-1.0, 1.0], shape)
     if kind == "positive":
         return rng.uniform(0.1, 2.0, shape)
     if kind == "lone":
