@@ -16,6 +16,7 @@ from ..ir.runner import call_of
 from ..plan.cuts import relative
 from ..plan.options import Choice, Option, factor_option, replicate_option
 from ..plan.plan import NodePlan, Plan
+from ..rules.flow import is_plain
 from ..rules.rule import DimRef, Rule
 
 
@@ -88,7 +89,7 @@ def _matching(
     """The option of the fused operator that has these placements; None as a placement fits any."""
     candidates = [replicate_option(len(values), node.results)]
     for k, factor in enumerate(rule.factors):
-        if factor.even or factor.index is not None or "avg" in factor.results:
+        if not is_plain(factor):
             continue
         insides = set()
         places = [*zip(values, operands, factor.operands), *zip(node.results, results, factor.results)]
