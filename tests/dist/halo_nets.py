@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import shardwise as sw
+from shardwise.ir.placement import R, Shard
+from shardwise.pipeline import Request, distribute
+from shardwise.plan.evaluate import Assignment, evaluate
+from shardwise.plan.planner import Outcome
+from shardwise.plan.problem import Problem, Vertex
+from shardwise.plan.random_plan import random_planner
+from shardwise.pytorch.call import describe_example
+from shardwise.pytorch.capture import capture
 from tests.dist.roads import cluster_for
 from tests.equality import Run, compare, train
 from tests.models.case import Batch, draw
@@ -71,12 +80,68 @@ def reference(net: Net, steps: int = 5) -> Run:
     return train(net.build(), net.batch, itself, steps)
 
 
-def travel(rank: int, world: int, net: Net, mesh: tuple[int, ...], layout: str, steps: int, ref: Run) -> dict:
-    """Trains on this rank with the image cut as asked; fails where it differs. Returns what the plan does."""
+def space_planner(dims: tuple[int, ...], rank: int) -> Callable[[Problem], Outcome]:
+    """Chooses strategies that cut tensors of this rank along dims[axis], wherever they can be cut so; ties go to the
+    one that does least of the work."""
+
+    def choose(problem: Problem) -> Outcome:
+        tied = {gradient: parameter for parameter, gradient in problem.ties}
+        chosen: list[int] = []
+        for k, vertex in enumerate(problem.vertices):
+            if k in tied:
+                stored = problem.vertices[tied[k]].give_layouts[chosen[tied[k]]][0]
+                chosen.append(next(s for s, needs in enumerate(vertex.need_layouts) if needs[0] == stored))
+                continue
+
+            def worth(s: int, vertex: Vertex = vertex) -> tuple[float, ...]:
+                names = (*vertex.needs, *vertex.gives)
+                layouts = (*vertex.need_layouts[s], *vertex.give_layouts[s])
+                cut = other = 0
+                for name, layout in zip(names, layouts):
+                    if name is None or layout is None:
+                        continue
+                    images = len(problem.value(name).shape) == rank
+                    for axis, placement in enumerate(layout):
+                        cut += images and placement == Shard(dims[axis])
+                        other += placement != R and not (images and placement == Shard(dims[axis]))
+                return -cut, other, vertex.shares[s] if vertex.shares else 1.0
+
+            chosen.append(min(range(len(vertex.seconds)), key=worth))
+        assignment = Assignment(tuple(chosen), frozenset())
+        evaluation = evaluate(problem, assignment)
+        assert evaluation.seconds < float("inf")
+        return Outcome(assignment, evaluation, 0.0, "space", len(chosen), 0)
+
+    return choose
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What became of a network on one rank."""
+
+    error: float
+    share: float
+    """Part of the floating-point work that the busiest rank does."""
+    operators: dict[str, int]
+    """How often an operator of lowering occurs in the program of this rank."""
+
+
+def travel(
+    rank: int, world: int, net: Net, mesh: tuple[int, ...], dims: tuple[int, ...] | None, steps: int, ref: Run
+) -> Arrival:
+    """Trains on this rank with images cut along dims[axis] (None: as the planner likes), and compares."""
     args, _ = net.batch(0, 0)
-    wishes = {"input 0": layout}
-    module = sw.parallelize(net.build(), args, mesh=mesh, cluster=cluster_for("fast", world), constraints=wishes)
-    run = train(module, net.batch, itself, steps)
+    module = net.build()
+    call, rows = describe_example(module, args, {}, "global")
+    device = torch.device("cpu")
+    program = capture(module, *call.global_arguments(rows), device=device)
+    choose = random_planner(world) if dims is None else space_planner(dims, len(net.sizes) + 2)
+    wishes = () if dims is None else (("input 0", tuple(Shard(d) for d in dims)),)
+    request = Request(cluster_for("fast", world), (mesh,), constraints=wishes, choose=choose, use_disk=True)
+    ready = distribute(module, call, rows, program, request, None, device, "global")
+    run = train(ready, net.batch, itself, steps)
     error = compare(run, ref)
-    programs = str(module._shardwise.first.forward_source) if hasattr(module._shardwise.first, "forward_source") else ""
-    return {"error": error, "share": module.plan.flops_share, "source": programs}
+    phases = ready._shardwise.first.phases
+    nodes = [n for g in (phases.forward, phases.backward) if g is not None for n in g.nodes]
+    counts = Counter(n.op for n in nodes if n.op.startswith(("comm.", "shard.")))
+    return Arrival(error, ready.plan.flops_share, dict(counts))

@@ -336,23 +336,6 @@ def _nll_loss_backward(
     return torch.zeros_like(x).scatter(classes, safe.unsqueeze(classes), rows.unsqueeze(classes))
 
 
-# Convolution.
-
-
-@identity("convolution_backward.default")
-def _convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: list[int] | None, stride: list[int], padding: list[int],
-    dilation: list[int], transposed: bool, output_padding: list[int], groups: int, output_mask: list[bool],
-) -> list[Tensor | None]:  # fmt: skip
-    """The bias by itself: its gradient counts every position once, where the others read those of the neighbours."""
-    if not output_mask[2] or not any(output_mask[:2]):
-        raise NotImplementedError("splits as it is")
-    others = torch.ops.aten.convolution_backward.default(
-        grad, x, weight, None, stride, padding, dilation, transposed, output_padding, groups, [*output_mask[:2], False]
-    )
-    return [*others[:2], grad.sum([d for d in range(grad.dim()) if d != 1])]
-
-
 # Embeddings.
 
 

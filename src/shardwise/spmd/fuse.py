@@ -44,7 +44,21 @@ def fuse_regions(
             nodes.append(regions[region])
             kept_rules.append(fused_rules[region])
             plans.append(fused)
-    return graph.with_nodes(tuple(nodes), "fuse_regions"), tuple(kept_rules), replace(plan, nodes=tuple(plans))
+    return _without_unread(
+        graph.with_nodes(tuple(nodes), "fuse_regions"), kept_rules, replace(plan, nodes=tuple(plans))
+    )
+
+
+def _without_unread(graph: Graph, rules: list[Rule], plan: Plan) -> tuple[Graph, tuple[Rule, ...], Plan]:
+    """Without what is left of decompositions and read by nobody: a result that only a fused operator would read."""
+    read = {o.name for o in graph.outputs}
+    kept: list[tuple[Node, Rule, NodePlan]] = []
+    for node, rule, chosen in reversed(list(zip(graph.nodes, rules, plan.nodes))):
+        if node.region is None or any(v is not None and v.name in read for v in node.results):
+            kept.append((node, rule, chosen))
+            read.update(node.operands)
+    nodes, left, plans = zip(*reversed(kept)) if kept else ((), (), ())
+    return graph.with_nodes(tuple(nodes), "fuse_regions"), tuple(left), replace(plan, nodes=tuple(plans))
 
 
 def _fused(
