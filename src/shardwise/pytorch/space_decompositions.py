@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -31,7 +32,7 @@ def _convolution_backward(
 # Max pooling.
 
 
-def _window(dims: int, *settings: list[int] | int) -> list[list[int]]:
+def _window(dims: int, *settings: Sequence[int] | int) -> list[list[int]]:
     """Kernel, stride, padding and dilation with a number for every dim; no stride is that of the kernel."""
     lists = [[s] if isinstance(s, int) else list(s) for s in settings]
     lists[1] = lists[1] or lists[0]
@@ -40,8 +41,8 @@ def _window(dims: int, *settings: list[int] | int) -> list[list[int]]:
 
 @identity("max_pool2d_with_indices.default")
 def _max_pool(
-    x: Tensor, kernel: list[int], stride: list[int] | int = (), padding: list[int] | int = 0,
-    dilation: list[int] | int = 1, ceil_mode: bool = False, dims: int = 2,
+    x: Tensor, kernel: list[int], stride: Sequence[int] | int = (), padding: Sequence[int] | int = 0,
+    dilation: Sequence[int] | int = 1, ceil_mode: bool = False, dims: int = 2,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The position in the plane follows from the offset in the window."""
     window = _window(dims, kernel, stride, padding, dilation)
