@@ -143,6 +143,13 @@ def test_what_has_no_windows(call):
     assert halos(call) == []
 
 
+def test_half_precision_and_integers():
+    x = [TensorMeta((4, 6, 12), "bfloat16"), TensorMeta((5, 6, 3), "bfloat16")]
+    single = conv(1, 12, 3, 1, 1)
+    assert halos(Call(single.op, tuple(x), single.args)) == halos(single) != []
+    assert halos(call_of("aten.constant_pad_nd.default", [TensorMeta((4, 12), "int64")], ..., (1, 2), 0)) == []
+
+
 def test_windows_of_uneven_pieces():
     # 9 elements on 4 devices are 3, 3, 3, 0; with a stride of 2 the operand has 17, of which they own 5, 5, 5, 2.
     overlap = Overlap(Halo(1, 0, (2,), (1,)), ((9, 1),))
