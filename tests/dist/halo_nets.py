@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from shardwise.ir.placement import R, Shard
 from shardwise.pipeline import Request, distribute
 from shardwise.plan.evaluate import Assignment, evaluate
-from shardwise.plan.planner import Outcome
+from shardwise.plan.planner import Outcome, optimise
 from shardwise.plan.problem import Problem, Vertex
 from shardwise.plan.random_plan import random_planner
 from shardwise.pytorch.call import describe_example
@@ -129,14 +129,14 @@ class Arrival:
 def travel(
     rank: int, world: int, net: Net, mesh: tuple[int, ...], dims: tuple[int, ...] | None, steps: int, ref: Run
 ) -> Arrival:
-    """Trains on this rank with images cut along dims[axis] (None: as the planner likes), and compares."""
+    """Trains on this rank with images cut along dims[axis] (None: as the planner likes, (): at random), and compares."""
     args, _ = net.batch(0, 0)
     module = net.build()
     call, rows = describe_example(module, args, {}, "global")
     device = torch.device("cpu")
     program = capture(module, *call.global_arguments(rows), device=device)
-    choose = random_planner(world) if dims is None else space_planner(dims, len(net.sizes) + 2)
-    wishes = () if dims is None else (("input 0", tuple(Shard(d) for d in dims)),)
+    choose = optimise if dims is None else space_planner(dims, len(net.sizes) + 2) if dims else random_planner(5)
+    wishes = (("input 0", tuple(Shard(d) for d in dims)),) if dims else ()
     request = Request(cluster_for("fast", world), (mesh,), constraints=wishes, choose=choose, use_disk=True)
     ready = distribute(module, call, rows, program, request, None, device, "global")
     run = train(ready, net.batch, itself, steps)

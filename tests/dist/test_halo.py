@@ -58,10 +58,11 @@ def test_sequence():
     assert found[0].share <= 0.6
 
 
-def test_planner_keeps_images_cut_in_space():
-    # Two rows cannot occupy four ranks, so that the planner, left alone, cuts space where links are fast.
-    found = arrivals(Net((16, 16), rows=1), (2,), None, steps=2)
-    assert found[0].share <= 0.6
+@pytest.mark.parametrize("dims", [None, ()], ids=["planned", "random"])
+def test_plans_that_are_free_to_cut_space(dims):
+    # One image cannot be cut in rows; channels of 3 and 5 do not divide well.
+    found = arrivals(Net((16, 16), rows=1), (2,), dims, steps=2)
+    assert found[0].share <= 0.7
 
 
 def exchange(rank, world):

@@ -148,6 +148,7 @@ class RuleBook:
         if unknown:
             found = discover_all(list(unknown.values()), self.runner, progress, find=discover_windows)
             self.rules.update(zip(unknown, found))
+            self.counts.discovered += len(unknown)
             self.save()
         for key, search in searches.items():
             more = self.rules[search.key].factors
