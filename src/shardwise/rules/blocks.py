@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from math import gcd, lcm, prod
 
@@ -177,6 +178,7 @@ def by_blocks(call: Call, d: int, ratios: Ratios, blocks: int) -> Call | None:
     return _resized(call, sizes) if min(sizes.values()) > 0 else None
 
 
+@lru_cache(maxsize=1 << 12)
 def metas_of(call: Call, runner: OpRunner) -> tuple[TensorMeta | None, ...] | None:
     try:
         return runner.meta(call)
