@@ -114,6 +114,33 @@ def _mean_calls() -> list[Call]:
     return found
 
 
+def _convolution_calls() -> list[Call]:
+    found = []
+    for dims in (1, 2, 3):
+        grad, x, weight = f(2, 6, *(4,) * dims), f(2, 4, *(8,) * dims), f(6, 2, *(3,) * dims)
+        settings = ((2,) * dims, (1,) * dims, (1,) * dims, False, (0,) * dims, 2)
+        for mask in ((True, True, True), (False, True, True), (True, False, True)):
+            found.append(
+                Call("aten.convolution_backward.default", (grad, x, weight), (A, B, C, (6,), *settings, mask))
+            )
+    return found
+
+
+def _pooling_calls() -> list[Call]:
+    found = []
+    for op, x, pools in (
+        ("max_pool2d", f(2, 3, 7, 8), [((3, 3), (2, 2), (1, 1), (1, 1), False), ((2, 3), (), (0, 1), (2, 1), True)]),
+        ("max_pool3d", f(2, 3, 5, 6, 7), [((2, 2, 2), (2, 2, 2), (0, 0, 0), (1, 1, 1), False)]),
+    ):
+        for pool in pools:
+            forward = Call(f"aten.{op}_with_indices.default", (x,), (A, *pool))
+            found.append(forward)
+            grad = RUNNER.meta(forward)[0]
+            found.append(Call(f"aten.{op}_with_indices_backward.default", (grad, x, i(*grad.shape)), (A, B, *pool, C)))
+    found.append(Call("aten.max_pool2d_with_indices.default", (f(2, 7, 8),), (A, (2, 2))))
+    return found
+
+
 def _embedding_calls() -> list[Call]:
     op = "aten.embedding_dense_backward.default"
     backward = [Call(op, (f(2, 6, 3), i(2, 6)), (A, B, 5, padding, False)) for padding in (0, 3)]
@@ -122,6 +149,7 @@ def _embedding_calls() -> list[Call]:
 
 OURS = [
     *_batch_norm_calls(), *_norm_calls(), *_loss_calls(), *_softmax_calls(), *_mean_calls(), *_embedding_calls(),
+    *_convolution_calls(), *_pooling_calls(),
 ]  # fmt: skip
 TORCHS = [
     Call("aten.mse_loss.default", (f(4, 3), f(4, 3)), (A, B)),
@@ -133,8 +161,13 @@ TORCHS = [
 
 
 def _inputs(call: Call, seed: int) -> list[np.ndarray]:
-    """Labels in [0, 5), some of them the ignored 2; positive floats where a variance or a count is wanted."""
+    """Labels in [0, 5), some of them the ignored 2; positive floats where a variance or a count is wanted; the
+    positions of the largest elements where backward wants those."""
     rng = np.random.default_rng(seed)
+    if "pool" in call.op and "backward" in call.op:
+        grad, x = (rng.standard_normal(m.shape) for m in call.operands[:2])
+        forward = Call(call.op.replace("_backward", ""), call.operands[1:2], (A, *call.args[2:-1]))
+        return [grad, x, RUNNER.run(forward, [x])[1]]
     return [
         rng.integers(0, 5, m.shape) if m.dtype == "int64" else rng.uniform(0.3, 2.0, m.shape) * rng.choice([-1, 1])
         for m in call.operands
@@ -156,9 +189,9 @@ def test_equals_the_operator(call: Call) -> None:
     graph = decompose(call)
     assert graph is not None
     verify(graph)
-    assert all(node.op != call.op for node in graph.nodes) or "embedding" in call.op
+    assert all(node.op != call.op for node in graph.nodes) or "embedding" in call.op or "convolution" in call.op
     for seed in range(3):
-        inputs = _positive(call, _inputs(call, seed))
+        inputs = _inputs(call, seed) if "pool" in call.op else _positive(call, _inputs(call, seed))
         for got, want in zip(run_graph(graph, inputs), RUNNER.run(call, inputs), strict=True):
             assert got is not None or want is None or _is_masked(call)
             if want is not None and got is not None:

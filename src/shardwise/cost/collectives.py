@@ -9,6 +9,7 @@ holds n/p. The arithmetic of reductions (gamma) is not counted: it is small besi
     reduce_scatter  p-1        (p-1)/p n                       ring, or pairwise exchange
     all_reduce      2(p-1)     2(p-1)/p n                      ring: reduce_scatter, then all_gather
     all_to_all      p-1        (p-1)/p (n/p)                   pairwise exchange
+    exchange        neighbours what they hold of one's window  point to point
 
 Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH",
 Int. J. High Performance Computing Applications 19(1), 2005 (all_gather: ring; reduce_scatter: pairwise exchange;
@@ -58,3 +59,17 @@ def collective_s(kind: str, nbytes: float, link: AxisLink) -> float:
     if link.shared_buffers and kind == "all_reduce" and nbytes <= SHARED_BYTES:
         latency_s *= nbytes / BUFFER_BYTES
     return latency_s + beta_s_per_byte * wire_bytes
+
+
+def exchange_s(messages: int, nbytes: float, link: AxisLink) -> float:
+    """Seconds in which every rank gets `nbytes` from so many others (the edges of a window that lie with neighbours).
+
+    It runs as an all-to-all most of whose parts are empty, and takes the fit of that where the link has one.
+    """
+    if link.size <= 1 or messages == 0:
+        return 0.0
+    if link.fits and "all_to_all" in link.fits:
+        latency_s, beta_s_per_byte = link.fits["all_to_all"]
+    else:
+        latency_s, beta_s_per_byte = messages * link.alpha_s, 1.0 / link.bytes_per_s
+    return latency_s + beta_s_per_byte * nbytes

@@ -91,6 +91,10 @@ class OpRunner(Protocol):
         """How every result reads its operand, where all of them share storage with one; else None."""
         ...
 
+    def may_draw(self, call: Call) -> bool:
+        """Whether the operator may draw random numbers: True unless the framework knows that it does not."""
+        ...
+
     def decompose(self, call: Call) -> Graph | None:
         """The call as a graph of simpler operators whose inputs are its operands in order, or None.
 

@@ -21,7 +21,7 @@ Progress = Callable[[int, int], None]
 
 def jax_book(use_disk: bool = True, use_shipped: bool = True) -> RuleBook:
     """The book of this version of jax."""
-    return RuleBook(JaxRunner(), use_disk, use_shipped, discover=discover_elsewhere)
+    return RuleBook(JaxRunner(), use_disk, use_shipped, discover=discover_elsewhere, windows=False)
 
 
 def rules_of_graph(graph: Graph, book: RuleBook, progress: Progress = lambda done, total: None) -> tuple[Rule, ...]:

@@ -69,6 +69,9 @@ class JaxRunner:
     def views(self, call: Call) -> tuple[ViewOf, ...] | None:
         return view_of(call, self)
 
+    def may_draw(self, call: Call) -> bool:
+        return True
+
     def decompose(self, call: Call) -> Graph | None:
         """Composite functions are inlined when they are captured; a primitive has no parts."""
         return None

@@ -8,6 +8,7 @@ finest factors are kept: a dim made of B and T is cut along one of them, not alo
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 from ..ir.graph import Graph
 from ..ir.runner import call_of
@@ -37,23 +38,32 @@ def absolute(ref: DimRef, inside: tuple[int, int]) -> tuple[int, int]:
     return ref.outer * inside[0], ref.unit * inside[1]
 
 
-def tied_dims(graph: Graph, rules: tuple[Rule, ...]) -> list[list[tuple[str, int, DimRef, int]]]:
-    """For every factor of every node, the places it has: (value, size of the dim, place, node)."""
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """The places that a factor of a node has: (value, size of the dim, place)."""
+
+    places: tuple[tuple[str, int, DimRef], ...]
+    whole: bool
+    """Its dims are cut as they are, never inside: pieces that overlap have to be connected."""
+
+
+def tied_dims(graph: Graph, rules: tuple[Rule, ...]) -> list[Tie]:
+    """A tie for every factor of every node."""
     ties = []
-    for k, (node, rule) in enumerate(zip(graph.nodes, rules)):
+    for node, rule in zip(graph.nodes, rules):
         names = call_of(node, graph.values)[1]
         for factor in rule.factors:
             places = [
-                (name, graph.values[name].shape[ref.dim], ref, k)
+                (name, graph.values[name].shape[ref.dim], ref)
                 for name, ref in zip(names, factor.operands)
                 if isinstance(ref, DimRef)
             ]
             places += [
-                (value.name, value.shape[ref.dim], ref, k)
+                (value.name, value.shape[ref.dim], ref)
                 for value, ref in zip(node.results, factor.results)
                 if value is not None and isinstance(ref, DimRef)
             ]
-            ties.append(places)
+            ties.append(Tie(tuple(places), factor.halo is not None))
     return ties
 
 
@@ -61,8 +71,8 @@ def find_cuts(graph: Graph, rules: tuple[Rule, ...]) -> DimCuts:
     """The cuts of every dim that some operator can be split along; only the finest factors."""
     ties = tied_dims(graph, rules)
     touching: dict[tuple[str, int], list[int]] = {}
-    for t, places in enumerate(ties):
-        for name, _, ref, _ in places:
+    for t, tie in enumerate(ties):
+        for name, _, ref in tie.places:
             touching.setdefault((name, ref.dim), []).append(t)
     cuts: DimCuts = {}
     queue = deque(range(len(ties)))
@@ -71,10 +81,10 @@ def find_cuts(graph: Graph, rules: tuple[Rule, ...]) -> DimCuts:
         t = queue.popleft()
         queued.discard(t)
         inside = {(1, 1)}
-        for name, size, ref, _ in ties[t]:
+        for name, size, ref in () if ties[t].whole else ties[t].places:
             found = (relative(ref, cut, size) for cut in cuts.get((name, ref.dim), ()))
             inside |= {i for i in found if i is not None}
-        for name, size, ref, _ in ties[t]:
+        for name, size, ref in ties[t].places:
             known = cuts.setdefault((name, ref.dim), set())
             new = {absolute(ref, i) for i in inside} - known
             new = {c for c in new if size % (c[0] * c[1]) == 0 and size // (c[0] * c[1]) > 1}

@@ -14,6 +14,7 @@ from ..ir.graph import Graph, Node, Value
 from ..ir.placement import Layout, Partial, Placement, R, Shard, is_valid
 from ..ir.runner import call_of
 from ..rules.rule import DimRef, Factor, Rule
+from ..rules.window import Overlap, overlap_of
 from .cuts import DimCuts, absolute, relative
 
 
@@ -31,6 +32,8 @@ class Option:
     results: tuple[Placement | None, ...]
     parts: int
     """Elements along the factor: the work is cut into chunks of these; 0 where the work is not cut."""
+    overlap: Overlap | None = None
+    """Of pieces that overlap."""
 
     @property
     def choice(self) -> Choice:
@@ -51,6 +54,8 @@ class Strategy:
     choice: tuple[Choice, ...]
     share: float
     """Part of the node's work that the busiest device does."""
+    halos: tuple[Overlap | None, ...] = ()
+    """Per axis, what the pieces have in common with their neighbours'; empty where there is nothing on any axis."""
 
 
 def replicate_option(operands: int, results: tuple[Value | None, ...]) -> Option:
@@ -93,7 +98,7 @@ def _insides(node: Node, operands: list[Value], factor: Factor, cuts: DimCuts) -
                     found.add(inside)
     if factor.index is not None:
         found &= {(1, 1)}
-    return found
+    return found if factor.halo is None else {(1, 1)}
 
 
 def _place(ref: object, inside: tuple[int, int]) -> Placement:
@@ -108,12 +113,19 @@ def factor_option(
 ) -> Option | None:
     """The option of splitting along a factor at (outer, unit) inside it; None where the dims do not divide."""
     parts = 0
+    overlap = None
+    if factor.halo is not None:
+        shapes = [None if v is None else v.shape for v in results]
+        overlap = overlap_of(factor, [v.shape for v in operands], shapes)
+        if overlap is None:
+            return None
     for value, ref in [*zip(operands, factor.operands), *zip(results, factor.results)]:
         if value is not None and isinstance(ref, DimRef):
             outer, unit = absolute(ref, inside)
             if value.shape[ref.dim] % (outer * unit):
                 return None
             parts = value.shape[ref.dim] // (outer * unit)
+    parts = parts if overlap is None else overlap.blocks
     if parts < 2:
         return None
     return Option(
@@ -123,6 +135,7 @@ def factor_option(
         tuple(_place(ref, inside) for ref in factor.operands),
         tuple(None if value is None else _place(ref, inside) for value, ref in zip(results, factor.results)),
         parts,
+        overlap,
     )
 
 
@@ -146,13 +159,19 @@ def strategies(
         if any(v and layout and not is_valid(v.shape, layout, mesh) for v, layout in zip(node.results, results)):
             continue
         share = _share(combination, mesh)
-        found.append(Strategy(operands, results, tuple(o.choice for o in combination), share))
+        halos = tuple(o.overlap for o in combination)
+        choice = tuple(o.choice for o in combination)
+        found.append(Strategy(operands, results, choice, share, halos if any(halos) else ()))
     return tuple(found)
 
 
 def _compatible(combination: tuple[Option, ...], rule: Rule) -> bool:
-    """Options of several axes that commute: an indexed factor is cut on one axis only, and linear groups with
-    reductions other than the sum are left to `is_valid`."""
+    """Options of several axes that commute: an indexed factor is cut on one axis only, a dim whose pieces overlap
+    too, and linear groups with reductions other than the sum are left to `is_valid`."""
+    if any(o.overlap for o in combination):
+        cut = [(k, p.dim) for o in combination for k, p in enumerate((*o.operands, *o.results)) if isinstance(p, Shard)]
+        if len(cut) != len(set(cut)):
+            return False
     indexed = [o.index for o in combination if o.kind == "factor" and rule.factors[o.index].index is not None]
     if len(indexed) != len(set(indexed)):
         return False
@@ -165,7 +184,7 @@ def _empties_work(combination: tuple[Option, ...], rule: Rule, node: Node, mesh:
     """Where some device gets no elements and the operator cannot run on none, every result must have a neutral
     element to stand in: a concatenation or a reduction, but no whole copy."""
     for option, parts in zip(combination, mesh):
-        if option.kind != "factor" or rule.factors[option.index].empty:
+        if option.kind != "factor" or rule.factors[option.index].empty or option.overlap:
             continue
         if -(-option.parts // parts) * (parts - 1) >= option.parts:
             for value, role in zip(node.results, rule.factors[option.index].results):
@@ -179,7 +198,9 @@ def _share(combination: tuple[Option, ...], mesh: tuple[int, ...]) -> float:
     share = 1.0
     left: dict[tuple[int, tuple[int, int]], int] = {}
     for option, parts in zip(combination, mesh):
-        if option.parts:
+        if option.overlap is not None:
+            share *= option.overlap.share(parts)
+        elif option.parts:
             key = (option.index, option.inside)
             n = left.get(key, option.parts)
             piece = -(-n // parts)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 
 from ..cluster.model import Cluster
 from ..cost.compute import roofline_s
@@ -25,10 +26,11 @@ from ..errors import ConstraintError
 from ..ir.graph import BACKWARD, FORWARD, ITEM_BYTES, TIED_KINDS, Graph, Node, Value
 from ..ir.liveness import storage_of
 from ..ir.passes import leaving
-from ..ir.placement import Layout, Partial, R, Shard, format_layout, is_even, is_valid, max_local_elements
+from ..ir.placement import Layout, R, Shard, format_layout, is_even, is_valid, max_local_elements
 from ..ir.runner import call_of
 from ..rules.rule import Rule
 from .cuts import DimCuts, find_cuts
+from .exchange import exchanges_s
 from .options import Choice, axis_options, strategies
 from .reshard import Resharding
 
@@ -126,9 +128,8 @@ class Problem:
 
     def transport_s(self, name: str, source: Layout, target: Layout) -> float:
         """Seconds to bring a value from one layout to another, as often as it is made."""
-        value = self.value(name)
-        once_s = self.resharding_of(name).seconds(value.shape, ITEM_BYTES.get(value.dtype, 8), source, target)
-        return once_s * self.graph.times[name]
+        value, item = self.value(name), ITEM_BYTES.get(self.value(name).dtype, 8)
+        return self.resharding_of(name).seconds(value.shape, item, source, target) * self.graph.times[name]
 
 
 def build_problem(
@@ -277,9 +278,7 @@ class _Builder:
     def stored_layouts(self, value: Value) -> list[Layout]:
         """How a parameter may be stored: whole, or cut in chunks along a dim, as DTensor does."""
         options: list = [R, *(Shard(d) for d, size in enumerate(value.shape) if size > 1)]
-        layouts: list[Layout] = [()]
-        for _ in self.mesh:
-            layouts = [(*left, p) for left in layouts for p in options]
+        layouts = product(options, repeat=len(self.mesh))
         return [x for x in layouts if is_valid(value.shape, x, self.mesh) and self._fits(value.shape, x)]
 
     def _fits(self, shape: tuple[int, ...], layout: Layout | None) -> bool:
@@ -310,14 +309,20 @@ class _Builder:
         """The fields of a vertex that depend on its strategies."""
         options = axis_options(node, self.graph, rule, self.cuts)
         chosen = strategies(node, self.graph, options, self.mesh, rule)
+        operands = [self.graph.values[n] for n in call_of(node, self.graph.values)[1]]
+        links = self.cluster.axes(self.mesh)
         if self.settings.even:
-            shapes = [self.graph.values[n].shape for n in call_of(node, self.graph.values)[1]]
+            shapes = [v.shape for v in operands]
             shapes += [() if v is None else v.shape for v in node.results]
             chosen = tuple(s for s in chosen if all(map(self._fits, shapes, (*s.operands, *s.results))))
         return (
             tuple(s.operands for s in chosen),
             tuple(s.results for s in chosen),
-            tuple(self.seconds(k, s.share, s.operands, s.results) for s in chosen),
+            tuple(
+                self.seconds(k, s.share, s.operands, s.results)
+                + node.times * exchanges_s(operands, s, self.mesh, links)
+                for s in chosen
+            ),
             tuple(s.choice for s in chosen),
             tuple(s.share for s in chosen),
         )
@@ -371,14 +376,11 @@ class _Builder:
 
     def _made_layouts(self, name: str) -> set[Layout]:
         """Layouts without Partial that the cuts of a value allow, all axes alike or whole."""
-        found: set[Layout] = {()}
         value = self.graph.values[name]
         options: list = [R]
         for dim in range(len(value.shape)):
             options += [Shard(dim, *cut) for cut in sorted(self.cuts.get((name, dim), ()))]
-        for _ in self.mesh:
-            found = {(*left, p) for left in found for p in options if not isinstance(p, Partial)}
-        return {x for x in found if is_valid(value.shape, x, self.mesh)}
+        return {x for x in product(options, repeat=len(self.mesh)) if is_valid(value.shape, x, self.mesh)}
 
 
 def _source(name: str, layouts: tuple[Layout, ...]) -> Vertex:

@@ -214,6 +214,53 @@ def _row_elements(x: torch.Tensor, source: Place, target: Place, rank: int) -> i
     return prod(shape)
 
 
+def exchange(
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    dim: int,
+    owned: tuple[tuple[int, int], ...],
+    needed: tuple[tuple[int, int], ...],
+) -> Pending:
+    """From pieces to windows of a dim: rank k has [start, stop) = owned[k] and gets needed[k], wherever it lies."""
+    rank = dist.get_rank(group)
+    (first, _), (low, high) = owned[rank], needed[rank]
+    shape = list(x.shape)
+    shape[dim] = high - low
+    wire, dtype = _on_wire(x), x.dtype
+    out = wire.new_empty(shape)
+    sends, places = [], []
+    for k in range(len(owned)):
+        start, stop = max(first, needed[k][0]), min(owned[rank][1], needed[k][1])
+        part = wire.narrow(dim, start - first, stop - start) if stop > start else wire.narrow(dim, 0, 0)
+        if k == rank and stop > start:
+            out.narrow(dim, start - low, stop - start).copy_(part)
+        sends.append(part.reshape(-1) if k != rank else wire.new_empty(0))
+        start, stop = max(low, owned[k][0]), min(high, owned[k][1])
+        places.append((start - low, stop - start) if stop > start and k != rank else (0, 0))
+    row = prod(shape[:dim]) * prod(shape[dim + 1 :])
+    counts = [length * row for _, length in places]
+    received = wire.new_empty(sum(counts))
+    work = dist.all_to_all_single(
+        received, torch.cat(sends), counts, [s.numel() for s in sends], group=group, async_op=True
+    )
+
+    def finish() -> torch.Tensor:
+        for part, (start, length) in zip(received.split(counts), places):
+            if length:
+                target = out.narrow(dim, start, length)
+                target.copy_(part.view(target.shape))
+        return out.to(dtype)
+
+    return Pending(work, finish)
+
+
+def zeros_around(x: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
+    """x with so many rows of zeros on both sides."""
+    out = x.new_zeros([*x.shape[:dim], before + x.shape[dim] + after, *x.shape[dim + 1 :]])
+    out.narrow(dim, before, x.shape[dim]).copy_(x)
+    return out
+
+
 def slice_piece(x: torch.Tensor, dim: int, outer: int, unit: int, start: int, stop: int) -> torch.Tensor:
     """The piece [start, stop) of the factor at (outer, n, unit), laid out contiguously.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..ir.graph import Arg, Graph, Literal, Ref
 from ..ir.runner import Call, OperatorError, call_of
+from . import space_decompositions  # noqa: F401  enters its identities into the table
 from .compat import FakeTensorMode, is_mutable, make_fx, registered_decomposition
 from .decompositions import TABLE
 from .from_fx import simple_graph
@@ -77,7 +78,8 @@ def _finish(
 
 
 def _is_simpler(graph: Graph, call: Call, expected: list[Tensor | None]) -> bool:
-    """Whether the operator itself is gone, only ATen operators are left, and the results have the right types."""
+    """Whether the operator itself is gone, only operators of ATen and our own are left, and the results have the right
+    types."""
     for output, tensor in zip(graph.outputs, expected):
         if output.name is not None and tensor is not None:
             value = graph.values[output.name]
@@ -85,7 +87,7 @@ def _is_simpler(graph: Graph, call: Call, expected: list[Tensor | None]) -> bool
                 return False
     if any(i.kind == "constant" for i in graph.inputs):
         return False
-    return all(n.op.startswith("aten.") and call_of(n, graph.values)[0] != call for n in graph.nodes)
+    return all(n.op.startswith(("aten.", "shardwise.")) and call_of(n, graph.values)[0] != call for n in graph.nodes)
 
 
 @lru_cache(maxsize=4096)

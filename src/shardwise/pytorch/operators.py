@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..ir.graph import Arg, Literal
+from . import pooling  # noqa: F401  registers its operators on every rank
 from .compat import OpOverload, overload_name
 
 _KINDS: dict[type, str] = {

@@ -15,6 +15,7 @@ from ..ir.graph import Arg, Graph, Literal, Path, Ref
 from ..ir.runner import Call, OperatorError, TensorMeta, ViewOf
 from .compat import arguments_of, is_mutable, size_arguments, storage_key
 from .operators import dtype_name, dtype_of, find_op, from_literal
+from .random.detect import is_random
 
 
 class TorchRunner:
@@ -83,6 +84,10 @@ class TorchRunner:
                 return None
             found.append(ViewOf(owners[0], tuple(result.shape), tuple(result.stride()), int(result.storage_offset())))
         return tuple(found)
+
+    def may_draw(self, call: Call) -> bool:
+        op = find_op(call.op)
+        return op.namespace not in ("aten", "prims") or is_random(op)
 
     def decompose(self, call: Call) -> Graph | None:
         from .decompose import decompose

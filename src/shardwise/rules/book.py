@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 
@@ -18,13 +18,15 @@ from ..errors import CaptureError
 from ..ir import disk
 from ..ir.graph import Graph
 from ..ir.runner import Call, OperatorError, OpRunner, call_of
+from .blocks import Search, search_of
 from .discover import REFUSED, UNREPEATABLE
+from .halo import discover_windows
 from .proxy import fit_blocks, format_call, proxy_of, stand_ins
 from .rule import DimRef, Rule
 from .sandbox import discover_all
 from .views import view_rule
 
-FORMAT = 9
+FORMAT = 10
 """Version of the discovery and of the JSON form; rules of another version are not read."""
 
 
@@ -68,6 +70,8 @@ class RuleBook:
     counts: Counts = field(default_factory=Counts)
     discover: Callable[..., list[Rule]] = discover_all
     """What finds the rules of (stand-ins, runner, progress): forks children, unless the framework cannot be forked."""
+    windows: bool = True
+    """Whether pieces may overlap: what lowers the plan has to bring them their neighbours' elements."""
     _resolved: dict[str, Rule] = field(default_factory=dict)
     """Rules by the printed call itself, not by its stand-in."""
     _loaded: bool = False
@@ -129,7 +133,28 @@ class RuleBook:
             proxies[key] = [*accepted, proxy][0]
         for key, proxy in proxies.items():
             self._resolved[key] = self._fitted(self.rules[format_call(proxy)], originals[key])
+        self._find_windows({key: originals[key] for key in proxies}, progress)
         return [self._resolved[key] for key in keys]
+
+    def _find_windows(self, calls: dict[str, Call], progress: Callable[[int, int], None]) -> None:
+        """Adds the factors whose pieces overlap to the rules of calls that were just resolved."""
+        searches: dict[str, Search] = {}
+        for key, call in calls.items() if self.windows else ():
+            rule = self._resolved[key]
+            search = search_of(call, rule, self.runner) if rule.found_on == self.runner.framework else None
+            if search is not None:
+                searches[key] = search
+        unknown = {s.key: s for s in searches.values() if s.key not in self.rules}
+        if unknown:
+            found = discover_all(list(unknown.values()), self.runner, progress, find=discover_windows)
+            self.rules.update(zip(unknown, found))
+            self.counts.discovered += len(unknown)
+            self.save()
+        for key, search in searches.items():
+            more = self.rules[search.key].factors
+            if more:
+                plain = self._resolved[key]
+                self._resolved[key] = replace(plain, factors=(*plain.factors, *more))
 
     def _discover(self, proxies: Iterable[Call], progress: Callable[[int, int], None]) -> None:
         """Finds and saves the rules of those stand-ins that have none."""

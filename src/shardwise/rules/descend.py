@@ -6,7 +6,7 @@ operand gathered. Its decomposition sums over the pieces instead. A node is repl
 - the fused operator has no factor for a dim of an operand (or of a result), while a cut of that dim flows through the
   whole decomposition: no value is gathered, and what is reduced is much smaller than the operand;
 - nothing is lost by it: the decomposition has no contraction (the kernels of attention exist to avoid its
-  intermediates);
+  intermediates), or nothing in between at all;
 - it is worth it: the dim has the colour of a dim of the batch, without which data parallelism would gather; or opening
   all nodes that block its colour makes the graph grow by less than `GROWTH_SHARE`. So the vocabulary of a
   cross-entropy is opened (4 nodes in a model), while the width of a transformer stays closed: it would
@@ -146,7 +146,8 @@ def _needed(inner: Graph, node: Node, used: set[str]) -> Graph:
 
 def _opening(graph: Graph, k: int, rule: Rule, inner: Graph, rules: tuple[Rule, ...]) -> Opening | None:
     """The dims of a node that its decomposition opens; None where there are none or a contraction is in it."""
-    if any(_contracts(r) for r in rules):
+    apart = _only_apart(inner)
+    if not apart and any(_contracts(r) for r in rules):
         return None
     node = graph.nodes[k]
     names = call_of(node, graph.values)[1]
@@ -156,7 +157,7 @@ def _opening(graph: Graph, k: int, rule: Rule, inner: Graph, rules: tuple[Rule, 
         if side == "operand":
             start, value = inner.inputs[position].value.name, graph.values[names[position]]
             flow = follow(inner, rules, start, DimRef(dim))
-            small = len(inner.nodes) == 1 or flow is None or flow.reduced <= REDUCED_SHARE * value.numel
+            small = apart or len(inner.nodes) == 1 or flow is None or flow.reduced <= REDUCED_SHARE * value.numel
             if flow is None or not small:
                 continue
             reached = [(outer[name], place.dim) for name, place in flow.places.items() if name in outer]
@@ -164,6 +165,12 @@ def _opening(graph: Graph, k: int, rule: Rule, inner: Graph, rules: tuple[Rule, 
         elif (name := inner.outputs[position].name) is not None and _made_by_index(inner, rules, name, dim):
             opened.append(((outer[name], dim),))
     return Opening(k, inner, tuple(opened)) if opened else None
+
+
+def _only_apart(inner: Graph) -> bool:
+    """Whether every node reads nothing but the operands: results made one by one, without anything in between."""
+    operands = {i.value.name for i in inner.inputs}
+    return all(operands.issuperset(n.operands) for n in inner.nodes)
 
 
 def _contracts(rule: Rule) -> bool:

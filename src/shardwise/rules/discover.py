@@ -61,7 +61,9 @@ def discover(call: Call, runner: OpRunner, attempt: Attempt = directly) -> Rule:
     """The rule of a proxy call. `sandbox.discover_all` gives attempts that survive crashes."""
     subject = _subject(call, runner, attempt)
     if subject is None:
-        return Rule(found_on=UNREPEATABLE if attempt("again", partial(_draws, call, runner)) else REFUSED)
+        # Memory that a made-up operand leads an operator to read is no random number.
+        draws = runner.may_draw(call) and attempt("again", partial(_draws, call, runner))
+        return Rule(found_on=UNREPEATABLE if draws else REFUSED)
     found: list[Factor] = []
     failed: list[Group] = []
     for group in find_groups(call, runner):

@@ -2,8 +2,9 @@
 
 One random input is unsound (`any` looks like identity on almost all of them), so every candidate is tried on signed
 values, on values with many ties and zeros, on positive ones, on sparse ones, on zeros but for one element, on no zero
-but one (what `any` and `all` hang on) and on ones of either sign (operators that compare their operands); bools all true and all false; integers over their whole range, and every
-index argument over a range of its own and, where asked, in order (`ranges.py`).
+but one (what `any` and `all` hang on) and on ones of either sign (operators that compare their operands); bools all
+true and all false; integers over their whole range, and every index argument over a range of its own and, where asked,
+in order (`ranges.py`).
 """
 
 from __future__ import annotations

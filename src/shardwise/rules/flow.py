@@ -39,7 +39,7 @@ def relative(role: DimRef, cut: DimRef, size: int) -> Inside | None:
 
 def is_plain(factor: Factor) -> bool:
     """Whether the factor may be cut anyhow, with nothing shifted."""
-    return not factor.even and factor.index is None and "avg" not in factor.results
+    return not factor.even and factor.index is None and factor.halo is None and "avg" not in factor.results
 
 
 def follow(graph: Graph, rules: tuple[Rule, ...], start: str, cut: DimRef) -> Flow | None:
@@ -78,7 +78,7 @@ def _fitting(
                 fits = isinstance(role, DimRef)
                 insides.add(relative(role, places[name], shape[role.dim]) if fits else None)  # type: ignore[union-attr]
         if len(insides) == 1 and (inside := insides.pop()) is not None:
-            if factor.index is None or inside == (1, 1):
+            if (factor.index is None and factor.halo is None) or inside == (1, 1):
                 return factor, inside
     return None
 

@@ -79,7 +79,8 @@ def _map_int(value: int, table: dict[int, int], call: Call, sizes: tuple[int, ..
     return value
 
 
-def _in_class(leaf: Arg) -> Arg:
+def in_class(leaf: Arg) -> Arg:
+    """A constant of the arguments in the dtype in which rules are found."""
     if isinstance(leaf, Literal) and leaf.kind == "dtype":
         return Literal("dtype", dtype_class(leaf.text))
     return leaf
@@ -109,7 +110,7 @@ def stand_ins(call: Call, runner: OpRunner, sizes: tuple[int, ...] = PROXY_SIZES
     results = _results(call, runner)
     for own_dtype in (False, True):
         new: dict[Path, Arg] = {
-            p: leaf if own_dtype else _in_class(leaf) for p, leaf in leaves(call.args, call.kwargs)
+            p: leaf if own_dtype else in_class(leaf) for p, leaf in leaves(call.args, call.kwargs)
         }
         metas = tuple(TensorMeta(m.shape, m.dtype if own_dtype else dtype_class(m.dtype)) for m in call.operands)
         for keep in (False, True):

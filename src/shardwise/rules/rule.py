@@ -13,6 +13,8 @@ on every device. Printed as an einsum with factors:
 - `index`: the factor is the range that an integer operand points into; that operand is shifted by the piece's offset.
   mode "mask": out-of-range entries read anything and their part of the results is set to zero; mode "pad": the cut
   operands and results carry one more row into which out-of-range entries point, and which is dropped afterwards.
+- `halo`: the pieces overlap: the operator runs on a window of every cut dim, and what is wrong at the window's inner
+  edges is cropped off or meets zeros (`window.py`). `2i` is a dim with 2 elements where others have one.
 - `linear`: groups of operands in which the operator is jointly additive: Partial(sum) in, Partial(sum) out.
 """
 
@@ -44,6 +46,20 @@ class IndexShift:
     result_dims: tuple[tuple[int, ...], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Halo:
+    """Pieces that overlap. Every dim of the factor is counted in blocks: `operands[k]` and `results[k]` are the
+    elements that a block has there, 0 where the factor does not lie. `left`, `right`: blocks at an inner edge of a
+    window in which results are wrong (and in which operands extended by zeros must be zero). `zeros`: the operands
+    that are extended by zeros beyond their own piece; all others are extended by the elements of their neighbours."""
+
+    left: int
+    right: int
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    zeros: tuple[int, ...] = ()
+
+
 ResultRole = DimRef | str | None
 """DimRef: concatenated there; a reduction's name: combined; None: the whole on every device, or no result."""
 OperandRole = DimRef | str | None
@@ -60,6 +76,7 @@ class Factor:
     empty: bool = False
     even: bool = False
     index: IndexShift | None = None
+    halo: Halo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +139,9 @@ def _factor_to_dict(factor: Factor) -> dict:
     if factor.index is not None:
         shift = factor.index
         data["index"] = [shift.operand, shift.mode, shift.wraps, [list(d) for d in shift.result_dims]]
+    if factor.halo is not None:
+        halo = factor.halo
+        data["halo"] = [halo.left, halo.right, list(halo.operands), list(halo.results), list(halo.zeros)]
     return data
 
 
@@ -131,6 +151,11 @@ def _factor_from_dict(data: dict) -> Factor:
     if "index" in data:
         operand, mode, wraps, dims = data["index"]
         shift = IndexShift(int(operand), str(mode), bool(wraps), tuple(tuple(int(k) for k in d) for d in dims))
+    halo = None
+    if "halo" in data:
+        left, right, *lists = data["halo"]
+        ratios, of_results, zeros = (tuple(int(k) for k in numbers) for numbers in lists)
+        halo = Halo(int(left), int(right), ratios, of_results, zeros)
     return Factor(
         operands,
         tuple(_role_from_data(r) for r in data["results"]),
@@ -138,6 +163,7 @@ def _factor_from_dict(data: dict) -> Factor:
         bool(data.get("empty", False)),
         bool(data.get("even", False)),
         shift,
+        halo,
     )
 
 
@@ -161,7 +187,9 @@ def format_rule(rule: Rule, ranks: tuple[tuple[int, ...], tuple[int, ...]] | Non
             for t, ref in enumerate(refs):
                 if isinstance(ref, DimRef):
                     sizes[t] = max(sizes[t], ref.dim + 1)
-                    tables[side].setdefault((t, ref.dim), []).append((-ref.unit, ref.outer, letter))
+                    ratio = 1 if factor.halo is None else (factor.halo.operands, factor.halo.results)[side][t]
+                    name = f"{ratio}{letter}" if ratio > 1 else letter
+                    tables[side].setdefault((t, ref.dim), []).append((-ref.unit, ref.outer, name))
         once = [str(o) for o, ref in enumerate(factor.operands) if isinstance(ref, str)]
         if once:
             notes.append(f"once{{{letter}:{','.join(once)}}}")
@@ -174,6 +202,9 @@ def format_rule(rule: Rule, ranks: tuple[tuple[int, ...], tuple[int, ...]] | Non
             notes.append(f"local{{{letter}:{','.join('.'.join(map(str, p)) for p in factor.ints)}}}")
         if factor.even:
             notes.append(f"even{{{letter}}}")
+        if factor.halo is not None:
+            notes.append(f"halo{{{letter}:{factor.halo.left},{factor.halo.right}}}")
+            notes += [f"zeros{{{letter}:{','.join(map(str, factor.halo.zeros))}}}"] if factor.halo.zeros else []
 
     def tensor(side: int, t: int, rank: int) -> str:
         dims = []

@@ -33,17 +33,20 @@ CRASHED = Rule(found_on="crashed")
 FAILED = "discovery failed"
 
 T = TypeVar("T")
+Subject = TypeVar("Subject")
+"""What rules are found of: calls, or searches for windows."""
 Progress = Callable[[int, int], None]
 
 
 def discover_all(
-    calls: Sequence[Call],
+    calls: Sequence[Subject],
     runner: OpRunner,
     progress: Progress = lambda done, total: None,
     timeout_s: float = ATTEMPT_TIMEOUT_S,
     isolated: bool = False,
+    find: Callable[[Subject, OpRunner, Attempt], Rule] = discover,
 ) -> list[Rule]:
-    """The rules of proxy calls, in order. Survives crashes and hangs of the operators.
+    """The rules that `find` finds of proxy calls, in order. Survives crashes and hangs of the operators.
 
     `isolated` makes every attempt in its own process from the start: slower, and nothing can disturb another.
     """
@@ -56,9 +59,9 @@ def discover_all(
     start = 0
     while start < len(calls):
         if not isolated:
-            start = _child_over(calls, range(start, len(calls)), runner, take, timeout_s, False)
+            start = _child_over(calls, range(start, len(calls)), runner, take, timeout_s, False, find)
         if start < len(calls):
-            _child_over(calls, range(start, start + 1), runner, take, timeout_s, True)
+            _child_over(calls, range(start, start + 1), runner, take, timeout_s, True, find)
             if start not in rules:
                 take(start, CRASHED)
             start += 1
@@ -81,12 +84,13 @@ def spec_of(call: Call, runner: OpRunner, timeout_s: float = ATTEMPT_TIMEOUT_S) 
 
 
 def _child_over(
-    calls: Sequence[Call],
+    calls: Sequence[Subject],
     indices: range,
     runner: OpRunner,
     take: Callable[[int, Rule], None],
     timeout_s: float,
     isolated: bool,
+    find: Callable[[Subject, OpRunner, Attempt], Rule],
 ) -> int:
     """Forks a child for these calls; returns the first of them that it did not finish, or the end."""
 
@@ -94,7 +98,7 @@ def _child_over(
         runner.prepare_child()
         for index in indices:
             attempt = _isolated(send, timeout_s) if isolated else _direct(send, timeout_s)
-            rule = _discover(calls[index], runner, attempt)
+            rule = _discover(calls[index], runner, attempt, find)
             if rule.found_on.startswith(FAILED) and not isolated:
                 return  # an operator may have damaged this process: all further calls would fail alike
             send((index, rule))
@@ -108,9 +112,11 @@ def _child_over(
     return done
 
 
-def _discover(call: Call, runner: OpRunner, attempt: Attempt) -> Rule:
+def _discover(
+    call: Subject, runner: OpRunner, attempt: Attempt, find: Callable[[Subject, OpRunner, Attempt], Rule]
+) -> Rule:
     try:
-        return discover(call, runner, attempt)
+        return find(call, runner, attempt)
     except MemoryError:
         return Rule(found_on="out of memory")
     except Exception as error:

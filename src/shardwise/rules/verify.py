@@ -7,7 +7,6 @@ integers several inputs are tried: of all kinds, with both ends of every range, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -18,18 +17,11 @@ from ..ir.runner import Call, OperatorError, OpRunner, TensorMeta
 from .draws import KINDS, Spec, draw, draw_all, has_integers, uniform
 from .rule import DimRef, Factor, IndexShift, Rule
 from .sandbox import spec_of
+from .verify_windows import Wrong, check_windows, equal
 
-TOLERANCE = 1e-8
-"""float64, relative to the largest element: sums over pieces are rounded in another order."""
-SINGLE_TOLERANCE = 1e-4
-"""float32, in which only operators are tried that know no float64 or make it of integers."""
 PARTS = (2, 3, 4)
 
 Arrays = list[np.ndarray | None]
-
-
-class _Wrong(Exception):
-    """What does not hold."""
 
 
 def verify_rule(call: Call, rule: Rule, runner: OpRunner, seed: int = 0, prober: OpRunner | None = None) -> list[str]:
@@ -52,7 +44,7 @@ def verify_rule(call: Call, rule: Rule, runner: OpRunner, seed: int = 0, prober:
     for group in rule.linear:
         try:
             _check_linear(call, group, runner, operands, whole, rng)
-        except (_Wrong, OperatorError) as error:
+        except (Wrong, OperatorError) as error:
             errors.append(f"linear group {group}: {error}")
     if rule.moves_data:
         errors += _check_moves(call, runner, operands)
@@ -66,9 +58,13 @@ def _wrong_factors(
     errors = []
     for k, factor in enumerate(rule.factors):
         try:
+            if factor.halo is not None:
+                for parts in PARTS:
+                    check_windows(call, factor, factor.halo, runner, operands, whole, parts)
+                continue
             for cuts in _cuts(_length(call, factor, runner), factor, rng):
                 _check_factor(call, factor, runner, operands, whole, cuts, rng)
-        except (_Wrong, OperatorError) as error:
+        except (Wrong, OperatorError) as error:
             errors.append(f"factor {k} {factor}: {error}")
     return errors
 
@@ -102,9 +98,9 @@ def _length(call: Call, factor: Factor, runner: OpRunner) -> int:
         if meta is not None and isinstance(role, DimRef):
             size, block = meta.shape[role.dim], role.outer * role.unit
             if size % block:
-                raise _Wrong(f"{block} does not divide the size {size}")
+                raise Wrong(f"{block} does not divide the size {size}")
             return size // block
-    raise _Wrong("cuts no dim")
+    raise Wrong("cuts no dim")
 
 
 def _cuts(n: int, factor: Factor, rng: np.random.Generator) -> list[list[tuple[int, int]]]:
@@ -142,7 +138,7 @@ def _local_call(call: Call, factor: Factor, operands: list[np.ndarray], n: int, 
         value = table[path]
         assert isinstance(value, int)
         if value % n:
-            raise _Wrong(f"integer {value} at {path} is no multiple of {n}")
+            raise Wrong(f"integer {value} at {path} is no multiple of {n}")
         new[path] = value // n * length
     metas = tuple(TensorMeta(a.shape, m.dtype) for a, m in zip(operands, call.operands))
     return call.with_leaves(new).with_operands(metas)
@@ -157,7 +153,7 @@ def _check_factor(
     cuts: list[tuple[int, int]],
     rng: np.random.Generator,
 ) -> None:
-    """Raises _Wrong where the pieces do not give the whole."""
+    """Raises Wrong where the pieces do not give the whole."""
     n = cuts[-1][1]
     shift = factor.index
     operands = list(operands)
@@ -219,34 +215,21 @@ def _clean(
 def _compare(whole: np.ndarray, parts: Arrays, role: object, cuts: list[tuple[int, int]], where: str) -> None:
     arrays = [p for p in parts if p is not None]
     if len(arrays) < len(parts):
-        raise _Wrong(f"{where}: missing")
+        raise Wrong(f"{where}: missing")
     if role is None:
         for part in arrays:
-            _equal(whole, part, where)
+            equal(whole, part, where)
         return
     if isinstance(role, DimRef):
         for part, (low, high) in zip(arrays, cuts):
             if whole.shape[role.dim] != role.outer * cuts[-1][1] * role.unit:
-                raise _Wrong(f"{where}: shape {whole.shape} does not hold the factor")
-            _equal(_piece(whole, role, low, high), part, where)
+                raise Wrong(f"{where}: shape {whole.shape} does not hold the factor")
+            equal(_piece(whole, role, low, high), part, where)
         return
     combine = {"sum": np.sum, "max": np.max, "min": np.min, "prod": np.prod, "avg": np.mean}[str(role)]
     if any(part.shape != whole.shape for part in arrays):
-        raise _Wrong(f"{where}: shapes {[p.shape for p in arrays]} for {whole.shape}")
-    _equal(whole, np.asarray(combine(np.stack(arrays), axis=0)).astype(whole.dtype), where, parts)
-
-
-def _equal(want: np.ndarray, got: np.ndarray, where: str, parts: Sequence[np.ndarray | None] = ()) -> None:
-    if want.shape != got.shape or want.dtype != got.dtype:
-        raise _Wrong(f"{where}: {got.dtype}{got.shape} for {want.dtype}{want.shape}")
-    if want.dtype.kind not in "fc":
-        same = np.array_equal(want, got)
-    else:
-        scale = max(float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) for a in (want, *parts) if a is not None)
-        tolerance = SINGLE_TOLERANCE if want.dtype in (np.float32, np.complex64) else TOLERANCE
-        same = np.allclose(got, want, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-    if not same:
-        raise _Wrong(f"{where}: values differ")
+        raise Wrong(f"{where}: shapes {[p.shape for p in arrays]} for {whole.shape}")
+    equal(whole, np.asarray(combine(np.stack(arrays), axis=0)).astype(whole.dtype), where, parts)
 
 
 def _check_linear(
@@ -273,7 +256,7 @@ def _check_linear(
     for k, (want, got) in enumerate(zip(whole, total)):
         parts = [run[k] for run in runs]
         if want is not None and got is not None and all(p is None or np.isfinite(p).all() for p in parts):
-            _equal(want, got, f"sum of result {k}", parts)
+            equal(want, got, f"sum of result {k}", parts)
 
 
 def _check_moves(call: Call, runner: OpRunner, operands: list[np.ndarray]) -> list[str]:

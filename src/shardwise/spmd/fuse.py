@@ -16,6 +16,7 @@ from ..ir.runner import call_of
 from ..plan.cuts import relative
 from ..plan.options import Choice, Option, factor_option, replicate_option
 from ..plan.plan import NodePlan, Plan
+from ..rules.flow import is_plain
 from ..rules.rule import DimRef, Rule
 
 
@@ -43,7 +44,21 @@ def fuse_regions(
             nodes.append(regions[region])
             kept_rules.append(fused_rules[region])
             plans.append(fused)
-    return graph.with_nodes(tuple(nodes), "fuse_regions"), tuple(kept_rules), replace(plan, nodes=tuple(plans))
+    return _without_unread(
+        graph.with_nodes(tuple(nodes), "fuse_regions"), kept_rules, replace(plan, nodes=tuple(plans))
+    )
+
+
+def _without_unread(graph: Graph, rules: list[Rule], plan: Plan) -> tuple[Graph, tuple[Rule, ...], Plan]:
+    """Without what is left of decompositions and read by nobody: a result that only a fused operator would read."""
+    read = {o.name for o in graph.outputs}
+    kept: list[tuple[Node, Rule, NodePlan]] = []
+    for node, rule, chosen in reversed(list(zip(graph.nodes, rules, plan.nodes))):
+        if node.region is None or any(v is not None and v.name in read for v in node.results):
+            kept.append((node, rule, chosen))
+            read.update(node.operands)
+    nodes, left, plans = zip(*reversed(kept)) if kept else ((), (), ())
+    return graph.with_nodes(tuple(nodes), "fuse_regions"), tuple(left), replace(plan, nodes=tuple(plans))
 
 
 def _fused(
@@ -88,7 +103,7 @@ def _matching(
     """The option of the fused operator that has these placements; None as a placement fits any."""
     candidates = [replicate_option(len(values), node.results)]
     for k, factor in enumerate(rule.factors):
-        if factor.even or factor.index is not None or "avg" in factor.results:
+        if not is_plain(factor):
             continue
         insides = set()
         places = [*zip(values, operands, factor.operands), *zip(node.results, results, factor.results)]

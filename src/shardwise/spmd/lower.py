@@ -7,11 +7,13 @@ Shapes become local, integers that follow a factor become local, reshardings bec
     comm.all_reduce(x, axis, op)
     comm.reduce_scatter(x, axis, op, dim, outer, unit, lens)
     comm.all_to_all(x, axis, [dim, outer, unit, lens], [dim, outer, unit, lens])      from, to
+    comm.exchange(x, axis, dim, owned, needed)                 [start, stop) of every rank of the axis, before and after
     shard.slice(x, dim, outer, unit, start, stop)              the local piece of a whole
     shard.zero_unless(x, keep)                                 one summand of a whole
     shard.local_index(x, start, length, size, wraps, fill)     index operand, shifted; outside entries become `fill`
     shard.mask(x, index, start, length, size, wraps, dims)     zero where the index points outside
     shard.pad(x, dim), shard.drop_last(x, dim)                 one more row, one row less
+    shard.zeros_around(x, dim, before, after)                  so many rows of zeros on both sides
     shard.fill(shape, dtype, op)                               the neutral element of a reduction
 
 The same resharding is never done twice within a phase; backward uses a forward copy where the plan keeps it.
@@ -19,7 +21,7 @@ The same resharding is never done twice within a phase; backward uses a forward 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ..ir.graph import (
     BACKWARD,
@@ -38,54 +40,21 @@ from ..ir.graph import (
     replace_leaves,
 )
 from ..ir.passes import leaving
-from ..ir.placement import Layout, Partial, R, Shard, chunk, local_cuts, local_factor, local_shape
+from ..ir.placement import Layout, Partial, R, Shard, chunk, local_cuts, local_factor
 from ..plan.options import Choice
 from ..plan.plan import NodePlan, Plan
 from ..plan.reshard import Move, Resharding
 from ..rules.rule import DimRef, Factor, Rule
+from . import halo
+from .state import Lowering
 
 NEUTRAL_OPS = ("sum", "max", "min", "prod")
-
-
-@dataclass
-class _Lowering:
-    graph: Graph
-    rules: tuple[Rule, ...]
-    plan: Plan
-    resharding: Resharding
-    coords: tuple[int, ...]
-    late: Resharding
-    leaving: frozenset[str]
-    nodes: list[Node] = field(default_factory=list)
-    own: dict[str, Layout] = field(default_factory=dict)
-    copies: dict[tuple[str, str, Layout], str] = field(default_factory=dict)
-    local: dict[str, Value] = field(default_factory=dict)
-    kept: frozenset[tuple[str, Layout]] = frozenset()
-    fresh: int = 0
-
-    @property
-    def mesh(self) -> tuple[int, ...]:
-        return self.plan.mesh
-
-    def local_value(self, name: str, layout: Layout, new_name: str) -> Value:
-        value = self.graph.values[name]
-        return Value(new_name, local_shape(value.shape, layout, self.mesh, self.coords), value.dtype)
-
-    def add(self, op: str, args: tuple[Arg, ...], value: Value, phase: str, source: str = "") -> str:
-        """Appends a node with one result; returns its name."""
-        self.nodes.append(Node((value,), op, args, (), phase, source=source))
-        self.local[value.name] = value
-        return value.name
-
-    def new_name(self, base: str) -> str:
-        self.fresh += 1
-        return f"{base}_s{self.fresh}"
 
 
 def lower(graph: Graph, rules: tuple[Rule, ...], plan: Plan, resharding: Resharding, coords: tuple[int, ...]) -> Graph:
     """The program of the device at `coords`, forward and backward in one graph."""
     late = resharding.leaving(), leaving(graph)
-    state = _Lowering(graph, rules, plan, resharding, coords, *late, kept=frozenset(plan.kept))
+    state = Lowering(graph, rules, plan, resharding, coords, *late, kept=frozenset(plan.kept))
     inputs = []
     for item, (_, _, layout) in zip(graph.inputs, plan.inputs):
         value = state.local_value(item.value.name, layout, item.value.name)
@@ -106,9 +75,7 @@ def lower(graph: Graph, rules: tuple[Rule, ...], plan: Plan, resharding: Reshard
     return Graph(tuple(inputs), tuple(state.nodes), ordered, graph.name, "lower")
 
 
-def _outputs(
-    state: _Lowering, pending: list[tuple[Output, Layout | None]], done: dict[int, Output], phase: str
-) -> None:
+def _outputs(state: Lowering, pending: list[tuple[Output, Layout | None]], done: dict[int, Output], phase: str) -> None:
     for k, (output, layout) in enumerate(pending):
         backward = output.kind == "gradient"
         if k in done or backward != (phase == BACKWARD):
@@ -119,7 +86,7 @@ def _outputs(
             done[k] = replace(output, name=_acquire(state, output.name, layout, phase))
 
 
-def _acquire(state: _Lowering, name: str, layout: Layout, phase: str) -> str:
+def _acquire(state: Lowering, name: str, layout: Layout, phase: str) -> str:
     """The name of the local value that holds `name` in this layout; reshards at first need."""
     if state.own[name] == layout:
         return name
@@ -139,9 +106,7 @@ def _acquire(state: _Lowering, name: str, layout: Layout, phase: str) -> str:
     return here
 
 
-def _place(
-    state: _Lowering, shape: tuple[int, ...], layout: Layout, axis: int
-) -> tuple[int, int, int, tuple[int, ...]]:
+def _place(state: Lowering, shape: tuple[int, ...], layout: Layout, axis: int) -> tuple[int, int, int, tuple[int, ...]]:
     """(dim, outer, unit, lens) of the cut on `axis`, as it reads on the piece that the other axes leave."""
     shard = layout[axis]
     assert isinstance(shard, Shard)
@@ -157,12 +122,12 @@ def _place(
     return shard.dim, outer, unit, lens
 
 
-def _move(state: _Lowering, name: str, here: str, move: Move, phase: str) -> str:
+def _move(state: Lowering, name: str, here: str, move: Move, phase: str) -> str:
     """Appends one step of a resharding."""
     shape = state.graph.values[name].shape
     value = state.local_value(name, move.target, state.new_name(name))
     if move.kind in ("slice", "zero"):
-        value = replace(value, alias=_owner(state, here))  # it may be a view, or the operand itself
+        value = replace(value, alias=state.owner(here))  # it may be a view, or the operand itself
     x, axis = Ref(here), move.axis
     source, target = move.source[axis], move.target[axis]
     args: tuple[Arg, ...]
@@ -202,12 +167,12 @@ class _Piece:
         return self.stop - self.start
 
 
-def _pieces(state: _Lowering, node: Node, rule: Rule, choice: tuple[Choice, ...]) -> list[_Piece]:
+def _pieces(state: Lowering, node: Node, rule: Rule, choice: tuple[Choice, ...]) -> list[_Piece]:
     """The pieces of all axes that split the node along a factor, nested cuts of the same factor resolved."""
     found: list[_Piece] = []
     ranges: dict[tuple[int, int, int], tuple[int, int]] = {}
     for axis, (kind, index, outer, unit) in enumerate(choice):
-        if kind != "factor":
+        if kind != "factor" or rule.factors[index].halo is not None:
             continue
         factor = rule.factors[index]
         key = (index, outer, unit)
@@ -219,7 +184,7 @@ def _pieces(state: _Lowering, node: Node, rule: Rule, choice: tuple[Choice, ...]
     return found
 
 
-def _length(state: _Lowering, node: Node, factor: Factor, outer: int, unit: int) -> int:
+def _length(state: Lowering, node: Node, factor: Factor, outer: int, unit: int) -> int:
     values = [*zip((state.graph.values[n] for n in node.operands), factor.operands), *zip(node.results, factor.results)]
     for value, ref in values:
         if value is not None and isinstance(ref, DimRef):
@@ -227,7 +192,7 @@ def _length(state: _Lowering, node: Node, factor: Factor, outer: int, unit: int)
     raise AssertionError(f"{node.op}: a factor without dims")
 
 
-def _node(state: _Lowering, node: Node, rule: Rule, chosen: NodePlan) -> None:
+def _node(state: Lowering, node: Node, rule: Rule, chosen: NodePlan) -> None:
     """Appends the local form of one node."""
     names = list(node.operands)
     local = [_acquire(state, n, layout, node.phase) for n, layout in zip(names, chosen.operands)]
@@ -240,6 +205,11 @@ def _node(state: _Lowering, node: Node, rule: Rule, chosen: NodePlan) -> None:
             state.own[value.name] = layout
     pieces = _pieces(state, node, rule, chosen.choice)
     if any(p.length == 0 and not p.factor.empty for p in pieces):
+        _fill_results(state, node, results, pieces)
+        return
+    cuts = halo.overlaps(state, node, rule, chosen.choice)
+    local = halo.extend(state, node, local, cuts)
+    if any(cut.window is None for cut in cuts):
         _fill_results(state, node, results, pieces)
         return
     shifted = [p for p in pieces if p.factor.index is not None]
@@ -258,6 +228,9 @@ def _node(state: _Lowering, node: Node, rule: Rule, chosen: NodePlan) -> None:
             new[path] = value // piece.n * (piece.length + extra)
     args, kwargs = replace_leaves(node.args, node.kwargs, new)
     results = _aliases(state, node, results, local)
+    if cuts:
+        halo.crop(state, node, args, kwargs, results, cuts)
+        return
     if not shifted:
         state.nodes.append(Node(results, node.op, args, kwargs, node.phase, node.recompute, node.source))
         state.local.update((v.name, v) for v in results if v is not None)
@@ -265,23 +238,18 @@ def _node(state: _Lowering, node: Node, rule: Rule, chosen: NodePlan) -> None:
     _unshift_results(state, node, args, kwargs, results, shifted, names)
 
 
-def _owner(state: _Lowering, name: str) -> str:
-    """The local value that owns the storage of another."""
-    return state.local[name].alias or name
-
-
 def _aliases(
-    state: _Lowering, node: Node, results: tuple[Value | None, ...], local: list[str]
+    state: Lowering, node: Node, results: tuple[Value | None, ...], local: list[str]
 ) -> tuple[Value | None, ...]:
     """A view stays a view of whatever local value its operand is."""
     views = [v is not None and v.alias is not None for v in node.results]
     if not any(views) or not local:
         return results
-    owner = _owner(state, local[0])
+    owner = state.owner(local[0])
     return tuple(replace(v, alias=owner) if v is not None and view else v for v, view in zip(results, views))
 
 
-def _fill_results(state: _Lowering, node: Node, results: tuple[Value | None, ...], pieces: list[_Piece]) -> None:
+def _fill_results(state: Lowering, node: Node, results: tuple[Value | None, ...], pieces: list[_Piece]) -> None:
     """Neutral elements instead of running an operator on nothing."""
     for r, value in enumerate(results):
         if value is None:
@@ -295,14 +263,14 @@ def _fill_results(state: _Lowering, node: Node, results: tuple[Value | None, ...
         state.add("shard.fill", args, value, node.phase, node.source)
 
 
-def _index_args(state: _Lowering, node: Node, piece: _Piece) -> tuple[Arg, ...]:
+def _index_args(state: Lowering, node: Node, piece: _Piece) -> tuple[Arg, ...]:
     """(start, length, size, wraps) of an indexed factor."""
     shift = piece.factor.index
     assert shift is not None
     return piece.start, piece.length, piece.n, shift.wraps
 
 
-def _shift_operands(state: _Lowering, node: Node, local: list[str], shifted: list[_Piece]) -> list[str]:
+def _shift_operands(state: Lowering, node: Node, local: list[str], shifted: list[_Piece]) -> list[str]:
     """Index operands shifted by the piece's offset; in mode "pad" the cut operands get one more row."""
     local = list(local)
     for piece in shifted:
@@ -324,13 +292,13 @@ def _shift_operands(state: _Lowering, node: Node, local: list[str], shifted: lis
     return local
 
 
-def _grown(state: _Lowering, value: Value, dim: int, by: int) -> Value:
+def _grown(state: Lowering, value: Value, dim: int, by: int) -> Value:
     shape = (*value.shape[:dim], value.shape[dim] + by, *value.shape[dim + 1 :])
     return Value(state.new_name(value.name), shape, value.dtype)
 
 
 def _unshift_results(
-    state: _Lowering,
+    state: Lowering,
     node: Node,
     args: tuple[Arg, ...],
     kwargs: tuple[tuple[str, Arg], ...],
@@ -368,14 +336,14 @@ def _unshift_results(
         for k, (op, more, dim, by) in enumerate(todo):
             after = replace(here, name=state.new_name(last.name), alias=None)
             if by:  # without the last row it may be a view
-                after = replace(_grown(state, here, dim, by), alias=_owner(state, here.name))
+                after = replace(_grown(state, here, dim, by), alias=state.owner(here.name))
             if k == len(todo) - 1:
                 after = replace(after, name=last.name)
             state.add(op, (Ref(here.name), *more), after, node.phase, node.source)
             here = after
 
 
-def _original_index(state: _Lowering, node: Node, names: list[str], operand: int) -> str:
+def _original_index(state: Lowering, node: Node, names: list[str], operand: int) -> str:
     """The unshifted local index operand: what `_acquire` gave for it."""
     chosen = next(p for p in state.plan.nodes if p.name == node.name)
     return _acquire(state, names[operand], chosen.operands[operand], node.phase)
