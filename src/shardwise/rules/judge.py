@@ -139,7 +139,10 @@ class _Case:
             number = f"factor {self.rule.factors.index(factor)} "
             errors = [e for e in self.errors if e.startswith(number)]
         if not errors:
-            return Finding(combination, verdict)
+            # Pieces that overlap need the elements of their neighbours: a peer that cuts them plainly is wrong.
+            overlaps = factor is not None and factor.halo is not None and self.peer.is_quick(self.call)
+            wrong = self.peer_alone(combination.operands) if overlaps else None
+            return wrong or Finding(combination, verdict)
         return Finding(combination, "conflict", f"our rule does not hold: {errors[0]}", self._our_example(combination))
 
     def only_theirs(self, combination: Combination, help_: str) -> Finding:
