@@ -1,8 +1,9 @@
-"""Models that other people wrote (shared/zoo), parallelized on 2 ranks, equal one process."""
+"""Models that other people wrote (shared/zoo), parallelized on 2 and 4 ranks, equal one process."""
 
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,14 +81,15 @@ def _computes_in_single(module: Any) -> bool:
     return any(v is not None and v.dtype == "float32" and v.numel > 1 for n in graph.nodes for v in n.results)
 
 
-def check(shared_dir: Path, name: str, plan: str) -> None:
+def check(shared_dir: Path, name: str, plan: str, mesh: tuple[int, ...] = (2,)) -> None:
     folder = shared_dir / "zoo"
     try:
         expected = reference(folder, name)
     except ImportError as error:
         pytest.skip(f"{name} needs a package: {error}")
-    arrival = run_world(2, travel, folder, Road(name, plan, (2,)), expected, timeout=570.0)[0]
-    if arrival.share > SHARES[2]:
+    world = math.prod(mesh)
+    arrival = run_world(world, travel, folder, Road(name, plan, mesh), expected, timeout=570.0)[0]
+    if arrival.share > SHARES[world]:
         assert arrival.whole and arrival.whole.keys() <= WHOLE.get(name, set()), (arrival.share, arrival.whole)
 
 
@@ -100,6 +102,13 @@ def test_random_plan(shared_dir, name):
 @pytest.mark.parametrize("name", SLOW)
 def test_random_plan_full(shared_dir, name):
     check(shared_dir, name, "random")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", [*FAST, *SLOW])
+def test_random_plan_on_four_ranks(shared_dir, name, mesh):
+    check(shared_dir, name, "random", mesh)
 
 
 @pytest.mark.full
