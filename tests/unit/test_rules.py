@@ -111,7 +111,7 @@ EXPECTED: list[tuple[str, tuple, tuple, str]] = [
         "convolution.default",
         (f(8, 16, 20, 20), f(32, 16, 3, 3), f(32)),
         (A, B, C, *_ONE, 1),
-        "([i,j,_,_],[k,j,_,_],[k]) -> ([i,k,_,_]) once{j:2} reduce{j:sum} linear{0,2|1,2}",
+        "([i,j,l,m],[k,j,_,_],[k]) -> ([i,k,l,m]) once{j:2} reduce{j:sum} halo{l:1,1} halo{m:1,1} linear{0,2|1,2}",
     ),
     (
         "convolution_backward.default",
@@ -212,7 +212,12 @@ EXPECTED: list[tuple[str, tuple, tuple, str]] = [
         (A, B, *_POOL, (1, 1), False, C),
         "([i,j,_,_],[i,j,_,_],[i,j,_,_]) -> ([i,j,_,_]) linear{0|0,1}",
     ),
-    ("avg_pool2d.default", (f(8, 16, 20, 20),), (A, (2, 2), (2, 2)), "([i,j,_,_]) -> ([i,j,_,_]) linear{0}"),
+    (
+        "avg_pool2d.default",
+        (f(8, 16, 20, 20),),
+        (A, (2, 2), (2, 2)),
+        "([i,j,2k,2l]) -> ([i,j,k,l]) halo{k:0,0} halo{l:0,0} linear{0}",
+    ),
     ("upsample_nearest2d.default", (f(8, 16, 20, 20),), (A, (40, 40)), "([i,j,_,_]) -> ([i,j,_,_]) linear{0}"),
     # Integers: sizes become local, counts and positions stay global.
     ("full.default", (), ((8, 32), 1.0), "() -> ([i,j]) local{i:0.0} local{j:0.1}"),
