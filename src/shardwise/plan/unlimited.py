@@ -207,7 +207,7 @@ def _exact(search: Search, reduced: Network, ascent: Ascent, within: float) -> b
             found = search.offer(plan).seconds * MICRO
             provable = most == np.inf and relaxed.bound <= low + within
             if found > bound + GAP * abs(bound) and provable and form.fractional(relaxed.x):
-                bound, found = _branch(search, form, low + within)
+                bound, found = _branch(search, form, relaxed.bound, min(upper, found), low + within)
         search.bound_s = max(search.bound_s, bound / MICRO)
         upper = min(upper, found)
         if upper - bound <= GAP * abs(upper):
@@ -216,10 +216,17 @@ def _exact(search: Search, reduced: Network, ascent: Ascent, within: float) -> b
     return True if most == np.inf else None
 
 
-def _branch(search: Search, form: Formulation, ceiling: float) -> tuple[float, float]:
-    """The bound that the integer program gives, and the cost of what it finds."""
-    solution = form.program.solve_integer(form.integer_columns(), search.max_nodes, GAP * 0.1)
+def _branch(search: Search, form: Formulation, least: float, known: float, ceiling: float) -> tuple[float, float]:
+    """The bound that the integer program gives, and the cost of the best plan: the known one, or what is found.
+
+    What has a reduced cost above the distance from the relaxation, `least`, to the known plan is in no better one.
+    """
+    allowed = form.program.reduced_costs() <= known - least + 1e-6
+    solution = form.program.solve_integer(form.integer_columns(), search.max_nodes, GAP * 0.1, allowed)
     search.nodes += solution.nodes
+    if solution.status == "infeasible":
+        return min(known, ceiling), known
+    bound = min(solution.bound, known, ceiling)
     if solution.status not in ("optimal", "feasible"):
-        return min(solution.bound, ceiling), np.inf
-    return min(solution.bound, ceiling), search.offer(form.assignment(solution.x)).seconds * MICRO
+        return bound, known
+    return bound, min(known, search.offer(form.assignment(solution.x)).seconds * MICRO)
