@@ -141,7 +141,7 @@ def test_the_words_that_are_allowed_are_in_use():
 
 LONG = {
     "tests/unit/test_random.py": 600,  # the statistics of every distribution, side by side
-    "tests/unit/test_rules.py": 430,  # a table: a call and its expected rule, one a line
+    "tests/unit/test_rules.py": 450,  # a table: a call and its expected rule, one a line
     "tests/unit/test_cluster.py": 450,  # a table: a malformed file and its expected message
 }
 """Files of more than 400 lines, with their own limit and the reason."""
