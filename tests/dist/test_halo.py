@@ -39,12 +39,13 @@ def test_image_on_4_ranks():
     assert found[0].share <= 0.35
 
 
-@pytest.mark.parametrize("pool", ["avg", "max"])
+@pytest.mark.parametrize("pool", [pytest.param("avg", marks=pytest.mark.full), "max"])
 def test_uneven_image_with_strides(pool):
     found = arrivals(Net((13, 11), strides=(2, 1), kernels=(3, 4), pool=pool), (4,), (2,), steps=3)
     assert exchanges(found) >= 6
 
 
+@pytest.mark.full
 def test_rows_for_some_ranks_only():
     # 6 planes on 4 ranks are 2, 2, 2, 0: the last has nothing, and takes part in every exchange.
     found = arrivals(Net((6, 5, 6), pool="none"), (4,), (2,), steps=2)
