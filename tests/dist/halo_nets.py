@@ -16,7 +16,7 @@ from shardwise.pipeline import Request, distribute
 from shardwise.plan.evaluate import Assignment, evaluate
 from shardwise.plan.planner import Outcome, optimise
 from shardwise.plan.problem import Problem, Vertex
-from shardwise.plan.random_plan import random_planner
+from shardwise.plan.random_plan import choose_each, random_planner
 from shardwise.pytorch.call import describe_example
 from shardwise.pytorch.capture import capture
 from tests.dist.roads import cluster_for
@@ -85,29 +85,21 @@ def space_planner(dims: tuple[int, ...], rank: int) -> Callable[[Problem], Outco
     one that does least of the work."""
 
     def choose(problem: Problem) -> Outcome:
-        tied = {gradient: parameter for parameter, gradient in problem.ties}
-        chosen: list[int] = []
-        for k, vertex in enumerate(problem.vertices):
-            if k in tied:
-                stored = problem.vertices[tied[k]].give_layouts[chosen[tied[k]]][0]
-                chosen.append(next(s for s, needs in enumerate(vertex.need_layouts) if needs[0] == stored))
-                continue
+        def worth(vertex: Vertex, s: int) -> tuple[float, ...]:
+            names = (*vertex.needs, *vertex.gives)
+            layouts = (*vertex.need_layouts[s], *vertex.give_layouts[s])
+            cut = other = 0
+            for name, layout in zip(names, layouts):
+                if name is None or layout is None:
+                    continue
+                images = len(problem.value(name).shape) == rank
+                for axis, placement in enumerate(layout):
+                    cut += images and placement == Shard(dims[axis])
+                    other += placement != R and not (images and placement == Shard(dims[axis]))
+            return -cut, other, vertex.shares[s] if vertex.shares else 1.0
 
-            def worth(s: int, vertex: Vertex = vertex) -> tuple[float, ...]:
-                names = (*vertex.needs, *vertex.gives)
-                layouts = (*vertex.need_layouts[s], *vertex.give_layouts[s])
-                cut = other = 0
-                for name, layout in zip(names, layouts):
-                    if name is None or layout is None:
-                        continue
-                    images = len(problem.value(name).shape) == rank
-                    for axis, placement in enumerate(layout):
-                        cut += images and placement == Shard(dims[axis])
-                        other += placement != R and not (images and placement == Shard(dims[axis]))
-                return -cut, other, vertex.shares[s] if vertex.shares else 1.0
-
-            chosen.append(min(range(len(vertex.seconds)), key=worth))
-        assignment = Assignment(tuple(chosen), frozenset())
+        chosen = choose_each(problem, lambda v: min(range(len(v.seconds)), key=lambda s: worth(v, s)))
+        assignment = Assignment(chosen, frozenset())
         evaluation = evaluate(problem, assignment)
         assert evaluation.seconds < float("inf")
         return Outcome(assignment, evaluation, 0.0, "space", len(chosen), 0)

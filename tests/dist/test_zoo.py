@@ -30,11 +30,6 @@ ONLY_SINGLE = {"mixtral"}
 """Entries with an operator that knows no float64: the experts' grouped product, torch._grouped_mm."""
 SINGLE_FLOOR = 1e-3
 """Likewise: what is zero in theory holds rounding errors of some 1e-9 of the gradients' norm."""
-WHOLE: dict[str, set[str]] = {
-    "timm_resnet": {"aten.convolution_backward.default"},
-    "mamba": {"aten.convolution_backward.default"},
-}
-"""Entry -> operators that cannot be split."""
 
 
 def load(folder: Path) -> Any:
@@ -89,8 +84,7 @@ def check(shared_dir: Path, name: str, plan: str, mesh: tuple[int, ...] = (2,)) 
         pytest.skip(f"{name} needs a package: {error}")
     world = math.prod(mesh)
     arrival = run_world(world, travel, folder, Road(name, plan, mesh), expected, timeout=570.0)[0]
-    if arrival.share > SHARES[world]:
-        assert arrival.whole and arrival.whole.keys() <= WHOLE.get(name, set()), (arrival.share, arrival.whole)
+    assert arrival.share <= SHARES[world], f"{arrival.share:.2f} of the work on one rank; not split: {arrival.whole}"
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -29,15 +29,9 @@ def random_planner(seed: int) -> Callable[[Problem], Outcome]:
 def random_outcome(problem: Problem, seed: int) -> Outcome:
     """A random assignment: Replicate is taken only where nothing else is valid. Equal seeds give equal plans."""
     rng = random.Random(seed)
-    tied = {gradient: parameter for parameter, gradient in problem.ties}
-    chosen: list[int] = []
-    for k, vertex in enumerate(problem.vertices):
-        if k in tied:
-            stored = problem.vertices[tied[k]].give_layouts[chosen[tied[k]]][0]
-            chosen.append(next(s for s, needs in enumerate(vertex.need_layouts) if needs[0] == stored))
-        else:
-            chosen.append(rng.choice(_least_replicated(vertex, problem.flops.get(vertex.name, 0.0) > 0)))
-    choice = tuple(chosen)
+    choice = choose_each(
+        problem, lambda vertex: rng.choice(_least_replicated(vertex, problem.flops.get(vertex.name, 0.0) > 0))
+    )
     copies = []
     for name in problem.made_by:
         own = layout_of(problem, choice, name)
@@ -46,7 +40,20 @@ def random_outcome(problem: Problem, seed: int) -> Outcome:
     assignment = Assignment(choice, frozenset(copies))
     evaluation = evaluate(problem, assignment)
     assert evaluation.seconds < float("inf"), "a random plan needs a resharding that does not exist"
-    return Outcome(assignment, evaluation, 0.0, "random", len(chosen), 0)
+    return Outcome(assignment, evaluation, 0.0, "random", len(choice), 0)
+
+
+def choose_each(problem: Problem, pick: Callable[[Vertex], int]) -> tuple[int, ...]:
+    """The strategy that `pick` takes for every vertex; a gradient has the layout of its parameter."""
+    tied = {gradient: parameter for parameter, gradient in problem.ties}
+    chosen: list[int] = []
+    for k, vertex in enumerate(problem.vertices):
+        if k in tied:
+            stored = problem.vertices[tied[k]].give_layouts[chosen[tied[k]]][0]
+            chosen.append(next(s for s, needs in enumerate(vertex.need_layouts) if needs[0] == stored))
+        else:
+            chosen.append(pick(vertex))
+    return tuple(chosen)
 
 
 def _least_replicated(vertex: Vertex, works: bool) -> list[int]:
