@@ -15,8 +15,6 @@ from shardwise.models.gpt import demo_config
 from shardwise.pipeline import find_rules
 from shardwise.pytorch.capture import Program, capture
 from shardwise.pytorch.flops import count_flops
-from shardwise.pytorch.runner import TorchRunner
-from shardwise.rules.book import RuleBook
 from shardwise.rules.rule import Rule
 
 BATCH = 8
@@ -32,23 +30,23 @@ class Model:
     flops: dict[str, float]
 
 
-def _whole(program: Program) -> Model:
-    """Without decompositions, as the first of these benchmarks had it."""
-    graph = recompute(program.graph)
-    return Model(graph, RuleBook(TorchRunner()).of_graph(graph), count_flops(graph))
+def _ruled(program: Program) -> Model:
+    """As it is planned: with decompositions where they help."""
+    ruled = find_rules(recompute(program.graph))
+    return Model(ruled.graph, ruled.rules, count_flops(ruled.graph))
 
 
 def gpt(layers: int) -> Model:
     """GPT of the demo's width."""
     config = replace(demo_config(), n_layer=layers)
     tokens = torch.zeros(BATCH, config.block_size, dtype=torch.long)
-    return _whole(capture(GPT(config), (tokens, tokens)))
+    return _ruled(capture(GPT(config), (tokens, tokens)))
 
 
 def mlp() -> Model:
     """One block."""
     block = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
-    return _whole(capture(block, (torch.randn(64, 128, 1024),)))
+    return _ruled(capture(block, (torch.randn(64, 128, 1024),)))
 
 
 def llama() -> Model:
@@ -64,9 +62,7 @@ def llama() -> Model:
     with torch.device("meta"):
         module = LlamaForCausalLM(config).to(torch.bfloat16)
     tokens = torch.zeros(LLAMA_ROWS, LLAMA_TOKENS, dtype=torch.long)
-    program = capture(module, (), {"input_ids": tokens, "labels": tokens}, training=True)
-    ruled = find_rules(recompute(program.graph))
-    return Model(ruled.graph, ruled.rules, count_flops(ruled.graph))
+    return _ruled(capture(module, (), {"input_ids": tokens, "labels": tokens}, training=True))
 
 
 MODELS: dict[str, Callable[[], Model]] = {

@@ -130,7 +130,11 @@ def _pooling_calls() -> list[Call]:
     found = []
     for op, x, pools in (
         ("max_pool2d", f(2, 3, 7, 8), [((3, 3), (2, 2), (1, 1), (1, 1), False), ((2, 3), (), (0, 1), (2, 1), True)]),
-        ("max_pool3d", f(2, 3, 5, 6, 7), [((2, 2, 2), (2, 2, 2), (0, 0, 0), (1, 1, 1), False)]),
+        (
+            "max_pool3d",
+            f(2, 3, 5, 6, 7),
+            [((2, 2, 2), (2, 2, 2), (0, 0, 0), (1, 1, 1), False), ((3,), (2,), (1,), (1,), True)],
+        ),
     ):
         for pool in pools:
             forward = Call(f"aten.{op}_with_indices.default", (x,), (A, *pool))

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from shardwise.cluster import Cluster
 from shardwise.ir.passes import recompute
@@ -29,10 +30,15 @@ from shardwise.rules.book import RuleBook
 
 
 def gpt_problem(layers: int, mesh: tuple[int, ...]) -> Problem:
-    """A GPT of small width on a described cluster of 4 devices."""
+    """A GPT of small width."""
     config = GPTConfig(vocab_size=512, block_size=128, n_layer=layers, n_head=8, n_embd=256)
     tokens = torch.zeros(8, config.block_size, dtype=torch.long)
-    graph = recompute(capture(GPT(config), (tokens, tokens)).graph)
+    return problem_of(GPT(config), (tokens, tokens), mesh)
+
+
+def problem_of(module: nn.Module, example: tuple, mesh: tuple[int, ...]) -> Problem:
+    """A model on a described cluster of 4 devices."""
+    graph = recompute(capture(module, example).graph)
     rules = RuleBook(TorchRunner()).of_graph(graph)
     cluster = Cluster.load("a100x8")
     four = replace(cluster, levels=(replace(cluster.levels[0], size=4),))
@@ -63,6 +69,30 @@ def test_many_layers_are_planned_near_their_bound() -> None:
     assert outcome.gap <= 0.02
     assert outcome.certificate is not None
     assert check(problem, outcome.certificate()) <= outcome.evaluation.seconds * (1 + 1e-9)
+
+
+class _SharedScale(nn.Module):
+    """Equal layers, all of which read one value that none of them makes."""
+
+    def __init__(self, layers: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(layers))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        scale = scale.exp()
+        for layer in self.layers:
+            x = x + layer(x * scale).relu()
+        return x.mean()
+
+
+def test_layers_that_read_one_value_are_folded() -> None:
+    """However many they are: readers of a value are not told apart by the order in which they read."""
+    example = torch.randn(64, 256), torch.randn(64, 256)
+    groups = []
+    for layers in (8, 16):
+        network = reduce(build_network(problem_of(_SharedScale(layers), example, (4,))))
+        groups.append(len(fold(network, unlimited.FOLD_ROUNDS).members))
+    assert groups[0] == groups[1] < len(network.cost) / 2
 
 
 SCRIPT = """

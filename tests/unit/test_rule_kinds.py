@@ -3,12 +3,13 @@ with a mask, complex numbers, half precision, one index alone."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from shardwise.ir.graph import Ref
 from shardwise.ir.runner import Call
 from shardwise.rules.book import RuleBook
-from shardwise.rules.discover import UNREPEATABLE
+from shardwise.rules.discover import REFUSED, UNREPEATABLE, discover
 from shardwise.rules.proxy import proxy_of
 from shardwise.rules.rule import format_rule
 from shardwise.rules.sandbox import FAILED, discover_all
@@ -102,6 +103,14 @@ EXPECTED: list[tuple[str, tuple, tuple, tuple, str]] = [
         (),
         "([i,k],[i,j],[i,j]) -> ([i,k]) once{j:0} reduce{j:sum} index{k:1,pad} linear{0,2}",
     ),
+    # It compares its operands, which are equal almost nowhere if they are drawn apart: no minimum over pieces.
+    (
+        "_segment_reduce_backward.default",
+        (f(8, 6), f(8, 6), f(12, 6), i(8)),
+        (A, B, C, "max"),
+        (("lengths", D), ("offsets", None), ("initial", 2)),
+        "([_,i],[_,i],[_,i],[_]) -> ([_,i]) linear{0}",
+    ),
     ("embedding.default", (f(250, 32), i()), (A, B), (), "([j,i],[]) -> ([i]) reduce{j:sum} index{j:1,mask} linear{0}"),
     (
         "index_select.default",
@@ -155,6 +164,28 @@ def test_what_draws_by_itself_is_told(call: Call, book: RuleBook) -> None:
     """Its own numbers cannot be split: a program draws with the operators of docs/random.md instead."""
     (rule,) = book.find([call])
     assert rule.found_on == UNREPEATABLE and not rule.factors and not rule.linear
+
+
+@pytest.mark.parametrize(("op", "found_on"), [("aten.sin.default", REFUSED), ("mine.sin.default", UNREPEATABLE)])
+def test_memory_of_others_is_no_random_number(op: str, found_on: str) -> None:
+    """An operator that never repeats itself draws, unless the framework knows better: made-up operands may lead it to
+    read what is not its own."""
+
+    class Unsteady:
+        """A runner whose operator returns other numbers every time."""
+
+        framework = RUNNER.framework
+
+        def __getattr__(self, name: str):
+            return getattr(RUNNER, name)
+
+        def may_draw(self, call: Call) -> bool:
+            return RUNNER.may_draw(call) if call.op.startswith("aten.") else True
+
+        def run(self, call: Call, operands: list) -> list:
+            return [np.random.default_rng().random(call.operands[0].shape)]
+
+    assert discover(Call(op, (f(5, 7),), (A,)), Unsteady()).found_on == found_on  # type: ignore[arg-type]
 
 
 def test_a_discovery_that_fails_does_not_spoil_the_next() -> None:

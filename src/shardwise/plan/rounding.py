@@ -17,7 +17,7 @@ PASSES = 12
 """Most passes of mending."""
 
 
-class _Around:
+class Around:
     """What every vertex makes and reads."""
 
     def __init__(self, network: Network):
@@ -33,7 +33,7 @@ class _Around:
 class _Rounding:
     """Choices that are made one after the other."""
 
-    def __init__(self, ascent: Ascent, around: _Around):
+    def __init__(self, ascent: Ascent, around: Around):
         self.ascent, self.folded, self.around = ascent, ascent.folded, around
         self.chosen: dict[int, int] = {}
 
@@ -88,10 +88,10 @@ def _first_use(paid: np.ndarray, columns: np.ndarray, earlier: list[np.ndarray])
     return paid
 
 
-def from_prices(ascent: Ascent, network: Network, backwards: bool) -> dict[int, int]:
+def from_prices(ascent: Ascent, around: Around, backwards: bool) -> dict[int, int]:
     """A strategy for every vertex. The prices should be those after a sweep in the other direction."""
-    rounding = _Rounding(ascent, _Around(network))
-    for k in sorted(network.cost, reverse=backwards):
+    rounding = _Rounding(ascent, around)
+    for k in sorted(around.network.cost, reverse=backwards):
         rounding.choose(k)
     return rounding.chosen
 
@@ -105,10 +105,10 @@ def total_micros(network: Network, chosen: dict[int, int]) -> float:
     return total
 
 
-def mend(network: Network, chosen: dict[int, int]) -> dict[int, int]:
+def mend(around: Around, chosen: dict[int, int]) -> dict[int, int]:
     """The choice after every vertex in turn has taken what is cheapest for it, until none gains."""
-    around, chosen = _Around(network), dict(chosen)
-    waiting = sorted(network.cost)
+    chosen = dict(chosen)
+    waiting = sorted(around.network.cost)
     for _ in range(PASSES):
         changed: set[int] = set()
         for k in waiting:
@@ -127,7 +127,7 @@ def mend(network: Network, chosen: dict[int, int]) -> dict[int, int]:
     return chosen
 
 
-def _costs(around: _Around, chosen: dict[int, int], k: int) -> np.ndarray:
+def _costs(around: Around, chosen: dict[int, int], k: int) -> np.ndarray:
     """By strategy of a vertex, with all that it changes, given those of its neighbours."""
     total = around.network.cost[k].copy()
     for hub in around.makes[k]:

@@ -23,7 +23,7 @@ from .formulate import Formulation, Pair, all_kept
 from .network import FORBIDDEN, MICRO, Network, expand, least, reduce
 from .price import relax, settle
 from .problem import Problem
-from .rounding import from_prices, mend, total_micros
+from .rounding import Around, from_prices, mend, total_micros
 from .search import GAP, Search
 
 FOLD_ROUNDS = 2
@@ -101,9 +101,10 @@ def _near(search: Search, reduced: Network, ascent: Ascent) -> bool:
 
 def rounded(problem: Problem, reduced: Network, ascent: Ascent) -> Assignment:
     """The best mix of a plan made forwards and one made backwards. Leaves the prices after a forward sweep."""
-    plans = [mend(reduced, from_prices(ascent, reduced, backwards=False))]
+    around = Around(reduced)
+    plans = [mend(around, from_prices(ascent, around, backwards=False))]
     ascent.sweep(backwards=False)
-    plans.append(mend(reduced, from_prices(ascent, reduced, backwards=True)))
+    plans.append(mend(around, from_prices(ascent, around, backwards=True)))
     occurs: list[set[int]] = [set() for _ in ascent.folded.members]
     for plan in plans:
         for k, strategy in plan.items():
@@ -112,7 +113,7 @@ def rounded(problem: Problem, reduced: Network, ascent: Ascent) -> Assignment:
     form = Formulation(problem, reduced, narrowed, limited=False)
     relaxed = relax(form)
     if relaxed.status == "optimal":
-        plans.append(mend(reduced, _spread(narrowed, form.rounded(relaxed.x))))
+        plans.append(mend(around, _spread(narrowed, form.rounded(relaxed.x))))
     return _assignment(problem, reduced, min(plans, key=lambda plan: total_micros(reduced, plan)))
 
 
@@ -130,7 +131,7 @@ def _assignment(problem: Problem, reduced: Network, chosen: dict[int, int]) -> A
 
 def _mended(problem: Problem, reduced: Network, folded: Folded, chosen: list[int]) -> Assignment:
     """The plan of a choice for every group, improved vertex by vertex."""
-    return _assignment(problem, reduced, mend(reduced, _spread(folded, chosen)))
+    return _assignment(problem, reduced, mend(Around(reduced), _spread(folded, chosen)))
 
 
 def plan_from_prices(problem: Problem, network: Network) -> Assignment:

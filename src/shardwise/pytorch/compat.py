@@ -110,6 +110,8 @@ __all__ = [
     "is_mutable",
     "local_of",
     "make_fx",
+    "operator_database",
+    "operator_names",
     "overload_name",
     "read_views",
     "registered_decomposition",
@@ -117,11 +119,13 @@ __all__ = [
     "returns_list",
     "schema_of",
     "sharding_propagator",
+    "simulated_parts",
     "size_arguments",
     "spec_of",
     "storage_key",
     "top_saved_tensors_hooks",
     "unwrap_functional",
+    "without_torch_function",
     "written_arguments",
 ]
 
@@ -230,3 +234,25 @@ def current_tracer() -> object | None:
 def sharding_propagator() -> Any:
     """Where DTensor keeps its rules: no public attribute leads there."""
     return DTensor._op_dispatcher.sharding_propagator
+
+
+def operator_names() -> list[str]:
+    """All operators of torch, as `namespace::name.overload`: torch.ops lists only those that were asked for."""
+    return torch._C._dispatch_get_all_op_names()
+
+
+def operator_database() -> list[Any]:
+    """The samples with which PyTorch tests its operators. Raises ImportError without the packages that they need."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return list(op_db)
+
+
+def simulated_parts(tensor: LocalTensor) -> list[Tensor]:
+    """What every simulated device holds."""
+    return list(tensor._local_tensors.values())
+
+
+def without_torch_function() -> Any:
+    """A context in which subclasses of tensors do not intercept calls; its name has no public form."""
+    return torch._C.DisableTorchFunctionSubclass()

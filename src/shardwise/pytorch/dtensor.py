@@ -45,6 +45,7 @@ from .compat import (
     SpecMeta,
     TupleStrategy,
     sharding_propagator,
+    simulated_parts,
 )
 from .operators import dtype_of, find_op, from_literal
 from .runner import flatten_results
@@ -167,7 +168,8 @@ def _whole(result: Any) -> tuple[np.ndarray | None, Placement | None]:
         raise TypeError(f"a result is a {type(result).__name__}, no DTensor")
     label = result.placements[0]
     placement = _from_torch(label)
-    parts = [t.numpy() for t in result.to_local()._local_tensors.values()]  # pyright: ignore
+    local: Any = result.to_local()
+    parts = [t.numpy() for t in simulated_parts(local)]
     if placement is None or isinstance(label, MaskPartial):
         return _plain(result.full_tensor()), Partial("sum") if placement is None else placement
     whole = gathered(parts, placement)
@@ -175,7 +177,7 @@ def _whole(result: Any) -> tuple[np.ndarray | None, Placement | None]:
 
 
 def _plain(tensor: Any) -> np.ndarray:
-    inner = tensor._local_tensors[0] if isinstance(tensor, LocalTensor) else tensor
+    inner = simulated_parts(tensor)[0] if isinstance(tensor, LocalTensor) else tensor
     return inner.numpy()
 
 

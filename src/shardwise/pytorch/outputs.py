@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .compat import without_torch_function
+
 _METADATA = frozenset(
     (
         torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
@@ -61,7 +63,7 @@ class GlobalOutput(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if func not in _METADATA:
                 args, kwargs = pytree.tree_map_only(cls, _Reveal.apply, (args, kwargs or {}))
             return func(*args, **(kwargs or {}))

@@ -3,7 +3,8 @@
 torch's own returns positions in the whole plane, which its backward reads: a piece of the plane would count from its
 own corner. Here the largest element is told by its offset inside the window, and backward finds it again.
 
-D: 1 to 3 space dims, the last of x; `kernel`, `stride`, `padding`, `dilation` have one number for each.
+Two or three space dims, the last of x (torch captures one as two); `kernel`, `stride`, `padding` and `dilation` have a
+number for each.
 """
 
 from __future__ import annotations

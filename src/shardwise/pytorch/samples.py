@@ -19,7 +19,7 @@ from ..errors import InputError, UnsupportedError
 from ..ir.graph import Ref
 from ..ir.runner import Call, TensorMeta
 from ..rules.proxy import format_call, proxy_of
-from .compat import TorchDispatchMode, is_mutable
+from .compat import TorchDispatchMode, is_mutable, operator_database, operator_names
 from .operators import dtype_name, find_op, op_name, to_arg
 from .runner import TorchRunner
 
@@ -36,12 +36,11 @@ Progress = Callable[[int, int], None]
 def database() -> list[Any]:
     """The entries of PyTorch's operator database. Raises UnsupportedError where it cannot be imported."""
     try:
-        from torch.testing._internal.common_methods_invocations import op_db
+        return operator_database()
     except ImportError as error:
         raise UnsupportedError(
             f"PyTorch's operator database cannot be imported ({error}); it needs pip install expecttest"
         ) from error
-    return list(op_db)
 
 
 def record(entry: Any, dtype: torch.dtype, calls: dict[str, Call], limit: int | None = None) -> tuple[int, int]:
@@ -118,9 +117,8 @@ def matching(wanted: str, known: Iterable[str]) -> list[str]:
 
 def registered() -> list[str]:
     """All operators of torch, as `namespace.name.overload`."""
-    names = torch._C._dispatch_get_all_op_names()
     found = []
-    for name in names:
+    for name in operator_names():
         space, rest = name.split("::")
         found.append(f"{space}.{rest if '.' in rest else rest + '.default'}")
     return found

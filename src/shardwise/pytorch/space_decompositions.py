@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,10 +39,9 @@ def _window(dims: int, *settings: Sequence[int] | int) -> list[list[int]]:
     return [s * dims if len(s) == 1 else s for s in lists]
 
 
-@identity("max_pool2d_with_indices.default")
 def _max_pool(
-    x: Tensor, kernel: list[int], stride: Sequence[int] | int = (), padding: Sequence[int] | int = 0,
-    dilation: Sequence[int] | int = 1, ceil_mode: bool = False, dims: int = 2,
+    dims: int, x: Tensor, kernel: list[int], stride: Sequence[int] | int = (), padding: Sequence[int] | int = 0,
+    dilation: Sequence[int] | int = 1, ceil_mode: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The position in the plane follows from the offset in the window."""
     window = _window(dims, kernel, stride, padding, dilation)
@@ -57,15 +56,14 @@ def _max_pool(
     return values, index
 
 
-@identity("max_pool3d_with_indices.default")
-def _max_pool3d(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    return _max_pool(x, *settings, *(((), 0, 1, False)[len(settings) - 1 :]), dims=3)
-
-
-@identity("max_pool2d_with_indices_backward.default", "max_pool3d_with_indices_backward.default")
 def _max_pool_backward(
-    grad: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int],
+    dims: int, grad: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int],
     ceil_mode: bool, indices: Tensor,
 ) -> Tensor:  # fmt: skip
-    window = _window(max(2, len(kernel)), kernel, stride, padding, dilation)
+    window = _window(dims, kernel, stride, padding, dilation)
     return torch.ops.shardwise.max_pool_backward.default(grad, x, *window, ceil_mode)
+
+
+for _dims in (2, 3):
+    identity(f"max_pool{_dims}d_with_indices.default")(partial(_max_pool, _dims))
+    identity(f"max_pool{_dims}d_with_indices_backward.default")(partial(_max_pool_backward, _dims))

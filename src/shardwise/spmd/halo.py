@@ -46,18 +46,32 @@ def overlaps(state: Lowering, node: Node, rule: Rule, choice: tuple[Choice, ...]
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """What every device of an axis has of a dim of an operand, and what its window needs."""
+
+    dim: int
+    cut: OverlapCut
+    owned: tuple[Span, ...]
+    needed: tuple[Span, ...]
+
+    @property
+    def here(self) -> tuple[Span, Span]:
+        """(owned, needed) of this device."""
+        return self.owned[self.cut.rank], self.needed[self.cut.rank]
+
+
 def extend(state: Lowering, node: Node, local: list[str], cuts: list[OverlapCut]) -> list[str]:
     """The operands in the windows of the cut axes. Appends exchanges even where this device needs nothing."""
     local = list(local)
     for cut in cuts:
         for k, role in enumerate(cut.factor.operands):
-            if not isinstance(role, DimRef):
-                continue
-            size = state.graph.values[node.operands[k]].shape[role.dim]
-            owned = owned_spans(size, len(cut.windows))
-            needed = needed_spans(size, cut.halo.operands[k], cut.windows)
-            add = _with_zeros if k in cut.halo.zeros else _with_neighbours
-            local[k] = add(state, node, local[k], role.dim, cut, owned, needed)
+            if isinstance(role, DimRef):
+                size = state.graph.values[node.operands[k]].shape[role.dim]
+                owned = owned_spans(size, len(cut.windows))
+                reach = _Reach(role.dim, cut, owned, needed_spans(size, cut.halo.operands[k], cut.windows))
+                add = _with_zeros if k in cut.halo.zeros else _with_neighbours
+                local[k] = add(state, node, local[k], reach)
     return local
 
 
@@ -66,42 +80,27 @@ def _resized(state: Lowering, name: str, dim: int, size: int) -> Value:
     return Value(state.new_name(name), (*old.shape[:dim], size, *old.shape[dim + 1 :]), old.dtype)
 
 
-def _with_zeros(
-    state: Lowering,
-    node: Node,
-    name: str,
-    dim: int,
-    cut: OverlapCut,
-    owned: tuple[Span, ...],
-    needed: tuple[Span, ...],
-) -> str:
+def _with_zeros(state: Lowering, node: Node, name: str, reach: _Reach) -> str:
     """The own piece amid zeros."""
-    (start, stop), (low, high) = owned[cut.rank], needed[cut.rank]
-    if cut.window is None or (start, stop) == (low, high):
+    (start, stop), (low, high) = reach.here
+    if reach.cut.window is None or (start, stop) == (low, high):
         return name
     before, after = (high - low, 0) if start == stop else (start - low, high - stop)
-    args: tuple[Arg, ...] = (Ref(name), dim, before, after)
-    return state.add("shard.zeros_around", args, _resized(state, name, dim, high - low), node.phase, node.source)
+    value = _resized(state, name, reach.dim, high - low)
+    return state.add("shard.zeros_around", (Ref(name), reach.dim, before, after), value, node.phase, node.source)
 
 
-def _with_neighbours(
-    state: Lowering,
-    node: Node,
-    name: str,
-    dim: int,
-    cut: OverlapCut,
-    owned: tuple[Span, ...],
-    needed: tuple[Span, ...],
-) -> str:
+def _with_neighbours(state: Lowering, node: Node, name: str, reach: _Reach) -> str:
     """The own piece with what the neighbours have of the window; a local slice where nobody needs anything."""
-    (start, _), (low, high) = owned[cut.rank], needed[cut.rank]
-    value = _resized(state, name, dim, high - low)
-    if any(a < b and (a < own[0] or b > own[1]) for (a, b), own in zip(needed, owned)):
-        return state.add("comm.exchange", (Ref(name), cut.axis, dim, owned, needed), value, node.phase, node.source)
-    if cut.window is None or needed[cut.rank] == owned[cut.rank]:
+    (start, stop), (low, high) = reach.here
+    value = _resized(state, name, reach.dim, high - low)
+    args: tuple[Arg, ...] = (Ref(name), reach.cut.axis, reach.dim, reach.owned, reach.needed)
+    if any(a < b and (a < own[0] or b > own[1]) for (a, b), own in zip(reach.needed, reach.owned)):
+        return state.add("comm.exchange", args, value, node.phase, node.source)
+    if reach.cut.window is None or (start, stop) == (low, high):
         return name
     value = replace(value, alias=state.owner(name))  # it may be a view
-    args: tuple[Arg, ...] = (Ref(name), dim, 1, 1, low - start, high - start)
+    args = (Ref(name), reach.dim, 1, 1, low - start, high - start)
     return state.add("shard.slice", args, value, node.phase, node.source)
 
 
