@@ -4,7 +4,7 @@ Shapes become local, integers that follow a factor become local, reshardings bec
 `shard.*` does what discovery proved necessary (shifted index operands, padding, neutral elements for empty pieces):
 
     comm.all_gather(x, axis, dim, outer, unit, lens)           lens: elements of the factor on every rank of the axis
-    comm.all_reduce(x, axis, op)
+    comm.all_reduce(x, axis, op[, nbytes])                     nbytes: of the largest piece, where it only leaves
     comm.reduce_scatter(x, axis, op, dim, outer, unit, lens)
     comm.all_to_all(x, axis, [dim, outer, unit, lens], [dim, outer, unit, lens])      from, to
     comm.exchange(x, axis, dim, owned, needed)                 [start, stop) of every rank of the axis, before and after
@@ -16,7 +16,11 @@ Shapes become local, integers that follow a factor become local, reshardings bec
     shard.zeros_around(x, dim, before, after)                  so many rows of zeros on both sides
     shard.fill(shape, dtype, op)                               the neutral element of a reduction
 
-The same resharding is never done twice within a phase; backward uses a forward copy where the plan keeps it.
+The same resharding is never done twice within a phase; backward uses a forward copy where the plan keeps it. A gradient
+is resharded as soon as it is made, unless that takes more memory.
+
+Every device must start the same collectives in the same order, although some compute nothing where the others compute
+something: what is sent when may depend on the graph and the plan alone, never on the program of one device.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from ..plan.plan import NodePlan, Plan
 from ..plan.reshard import Move, Resharding
 from ..rules.rule import DimRef, Factor, Rule
 from . import halo
+from .bucket import only_leave
 from .state import Lowering
 
 NEUTRAL_OPS = ("sum", "max", "min", "prod")
@@ -53,7 +58,7 @@ NEUTRAL_OPS = ("sum", "max", "min", "prod")
 
 def lower(graph: Graph, rules: tuple[Rule, ...], plan: Plan, resharding: Resharding, coords: tuple[int, ...]) -> Graph:
     """The program of the device at `coords`, forward and backward in one graph."""
-    late = resharding.leaving(), leaving(graph)
+    late = resharding.leaving(), leaving(graph), only_leave(graph, rules, plan)
     state = Lowering(graph, rules, plan, resharding, coords, *late, kept=frozenset(plan.kept))
     inputs = []
     for item, (_, _, layout) in zip(graph.inputs, plan.inputs):
@@ -63,12 +68,19 @@ def lower(graph: Graph, rules: tuple[Rule, ...], plan: Plan, resharding: Reshard
         inputs.append(Input(value, item.kind, item.path))
     pending = [(o, x) for o, (_, _, x) in zip(graph.outputs, plan.outputs)]
     outputs: dict[int, Output] = {}
+    gradients: dict[str, list[int]] = {}
+    for k, (output, layout) in enumerate(pending):
+        if output.kind == "gradient" and output.name is not None and layout is not None:
+            gradients.setdefault(output.name, []).append(k)
     phase = FORWARD
     for node, rule, chosen in zip(graph.nodes, rules, plan.nodes):
         if phase == FORWARD and node.phase == BACKWARD:
             _outputs(state, pending, outputs, FORWARD)
             phase = BACKWARD
         _node(state, node, rule, chosen)
+        for value in node.results if phase == BACKWARD else ():
+            for k in gradients.get(value.name, ()) if value is not None else ():
+                _early(state, k, *pending[k], outputs)
     _outputs(state, pending, outputs, FORWARD)
     _outputs(state, pending, outputs, BACKWARD)
     ordered = tuple(outputs[k] for k in range(len(pending)))
@@ -84,6 +96,13 @@ def _outputs(state: Lowering, pending: list[tuple[Output, Layout | None]], done:
             done[k] = output
         else:
             done[k] = replace(output, name=_acquire(state, output.name, layout, phase))
+
+
+def _early(state: Lowering, k: int, output: Output, layout: Layout | None, done: dict[int, Output]) -> None:
+    """Output k as soon as its value is made, where that keeps no more memory than the value itself."""
+    assert output.name is not None and layout is not None
+    if state.largest(output.name, layout) <= state.largest(output.name, state.own[output.name]):
+        done[k] = replace(output, name=_acquire(state, output.name, layout, BACKWARD))
 
 
 def _acquire(state: Lowering, name: str, layout: Layout, phase: str) -> str:
@@ -135,7 +154,8 @@ def _move(state: Lowering, name: str, here: str, move: Move, phase: str) -> str:
         args = (x, axis, *_place(state, shape, move.source, axis))
     elif move.kind == "all_reduce":
         assert isinstance(source, Partial)
-        args = (x, axis, source.op)
+        leaves_bytes = (state.largest(name, move.target),) if phase == BACKWARD and name in state.only_leave else ()
+        args = (x, axis, source.op, *leaves_bytes)
     elif move.kind == "reduce_scatter":
         assert isinstance(source, Partial)
         args = (x, axis, source.op, *_place(state, shape, move.target, axis))
@@ -225,7 +245,8 @@ def _node(state: Lowering, node: Node, rule: Rule, chosen: NodePlan) -> None:
         for path in piece.factor.ints:
             value = new.get(path, table[path])
             assert isinstance(value, int)
-            new[path] = value // piece.n * (piece.length + extra)
+            # Of an empty piece, cut again, the integer is 0 already.
+            new[path] = value // piece.n * (piece.length + extra) if piece.n else value
     args, kwargs = replace_leaves(node.args, node.kwargs, new)
     results = _aliases(state, node, results, local)
     if cuts:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
-from ..ir.graph import Arg, Graph, Node, Value
+from ..ir.graph import ITEM_BYTES, Arg, Graph, Node, Value
 from ..ir.placement import Layout, local_shape
 from ..plan.plan import Plan
 from ..plan.reshard import Resharding
@@ -22,6 +23,7 @@ class Lowering:
     coords: tuple[int, ...]
     late: Resharding
     leaving: frozenset[str]
+    only_leave: frozenset[str]
     nodes: list[Node] = field(default_factory=list)
     own: dict[str, Layout] = field(default_factory=dict)
     copies: dict[tuple[str, str, Layout], str] = field(default_factory=dict)
@@ -38,6 +40,12 @@ class Lowering:
         """A new value of the shape that the piece of `name` has in this layout."""
         value = self.graph.values[name]
         return Value(new_name, local_shape(value.shape, layout, self.mesh, self.coords), value.dtype)
+
+    def largest(self, name: str, layout: Layout) -> int:
+        """Bytes of the largest piece of a value in this layout: that of the first device."""
+        value = self.graph.values[name]
+        first = (0,) * len(self.mesh)
+        return prod(local_shape(value.shape, layout, self.mesh, first)) * ITEM_BYTES.get(value.dtype, 8)
 
     def add(self, op: str, args: tuple[Arg, ...], value: Value, phase: str, source: str = "") -> str:
         """Appends a node with one result; returns its name."""
