@@ -9,7 +9,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shardwise.cluster import COLLECTIVES, Cluster
-from shardwise.pytorch.measure import local_cluster, measure_device, measure_links
+from shardwise.pytorch import measure
+from shardwise.pytorch.measure import local_cluster, measure_links
 
 RANKS = 2
 
@@ -60,6 +61,19 @@ def test_without_a_process_group_it_is_one_device():
     assert 1e-9 < cluster.device.launch_s < 1e-1
 
 
-def test_one_dtype():
-    rates = measure_device(torch.bfloat16, device=torch.device("cpu"))
-    assert rates.flops_per_s > 0 and rates.memory_bytes_per_s > 0 and rates.launch_s > 0
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_moment_during_one_pass_changes_nothing(slow):
+    """The figures of a pass in which everything, or only the work alone, took ten times as long do not count."""
+    quiet = (0.004, {("all_reduce", 4096): 0.005, ("all_gather", 4096): 0.006})
+    expected = [("all_gather", 4096, pytest.approx(5e-4)), ("all_reduce", 4096, pytest.approx(2.5e-4))]
+    for busy in ((0.04, {key: 10 * s for key, s in quiet[1].items()}), (0.04, quiet[1]), (0.004, {})):
+        passes = [quiet, busy] if slow else [busy, quiet]
+        assert measure._faster(passes) == expected
+
+
+def test_the_faster_pass_of_a_device_counts(monkeypatch):
+    passes = iter([measure.Rates((1e-9,), 1e-8, 2e-5), measure.Rates((2e-9,), 1e-9, 1e-5)])
+    monkeypatch.setattr(measure, "_rates", lambda *_: next(passes))
+    device = local_cluster(dtypes=(torch.float32,)).device
+    assert device.flops_per_s == {"float32": pytest.approx(1e9)}
+    assert (device.memory_bytes_per_s, device.launch_s) == (pytest.approx(1e9), 1e-5)

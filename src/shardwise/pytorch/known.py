@@ -15,7 +15,7 @@ from ..ir import disk
 from .measure import local_cluster
 from .world import broadcast_object, gather_objects, rank
 
-FORMAT = 1
+FORMAT = 2
 LARGEST_AGE_S = 7 * 86400.0
 _WHAT = "the measured cluster"
 
