@@ -153,7 +153,7 @@ def test_what_is_dropped_is_in_no_better_plan() -> None:
             ascent.sweep(backwards=True)
         plans = (e.seconds * MICRO for _, e in all_plans(problem))
         best = min(plans)
-        left = tighten(ascent, best - ascent.bound() + 1e-6)
+        left, _ = tighten(ascent, best - ascent.bound() + 1e-6)
         assert sum(map(len, left.cost)) <= sum(map(len, network.cost.values()))
         relaxed = relax(Formulation(problem, network, left, limited=False))
         assert whole * (1 - 1e-9) - 1e-9 <= relaxed.bound <= best * (1 + 1e-9)

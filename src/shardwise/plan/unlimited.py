@@ -21,7 +21,7 @@ from .evaluate import Assignment
 from .fold import Folded, fold, restrict
 from .formulate import Formulation, Pair, all_kept
 from .network import FORBIDDEN, MICRO, Network, expand, least, reduce
-from .price import relax, settle
+from .price import Relaxed, paying, relax, settle
 from .problem import Problem
 from .rounding import Around, from_prices, mend, total_micros
 from .search import GAP, Search
@@ -77,7 +77,7 @@ def climb(ascent: Ascent) -> float:
         now = ascent.bound()
         last, gain, before = gain, now - before, now
         ratio = min(0.9, max(0.5, gain / last)) if last > 0 else 0.5
-        within = 2.0 * gain * ratio / (1.0 - ratio)
+        within = 0.5 * gain * ratio / (1.0 - ratio)
         if gain < SLOW * abs(now):
             break
     return within
@@ -87,7 +87,7 @@ def _near(search: Search, reduced: Network, ascent: Ascent) -> bool:
     """A plan of a large network from the prices, and the program of what it leaves if that is small."""
     low = ascent.bound()
     upper = search.offer(rounded(search.problem, reduced, ascent)).seconds * MICRO
-    narrowed = tighten(ascent, upper - low + GAP * abs(low))
+    narrowed, _ = tighten(ascent, upper - low + GAP * abs(low))
     if _count(narrowed) > MOST_PAIRS:
         return True
     form = Formulation(search.problem, reduced, narrowed, limited=False, start=_pairs(narrowed))
@@ -149,8 +149,11 @@ def _count(folded: Folded) -> int:
 
 def _pairs(folded: Folded) -> list[Pair]:
     """All that are not forbidden."""
-    tables = (np.argwhere(hub.micros < FORBIDDEN).tolist() for hub in folded.hubs)
-    return [(h, o, q) for h, table in enumerate(tables) for o, q in table]
+    return _listed([hub.micros < FORBIDDEN for hub in folded.hubs])
+
+
+def _listed(tables: list[np.ndarray]) -> list[Pair]:
+    return [(h, o, q) for h, table in enumerate(tables) for o, q in np.argwhere(table).tolist()]
 
 
 def _prove(search: Search, network: Network, reduced: Network, folded: Folded) -> Certificate:
@@ -161,13 +164,14 @@ def _prove(search: Search, network: Network, reduced: Network, folded: Folded) -
     return certify(network, reduced, folded, *form.prices(relaxed.duals))
 
 
-def tighten(ascent: Ascent, within: float) -> Folded:
-    """What plans can have that cost at most the bound plus `within`."""
+def tighten(ascent: Ascent, within: float) -> tuple[Folded, list[np.ndarray]]:
+    """What plans can have that cost at most the bound plus `within`; and by hub, own layout and column what plans with
+    that pair cost at least beyond the bound."""
     keep = ascent.keep(within)
     narrowed = restrict(ascent.folded, keep)
     excess = [ascent.totals(g)[k] for g, k in enumerate(keep)]
     excess = [e - ascent.totals(g).min() for g, e in enumerate(excess)]
-    hubs = []
+    hubs, extra = [], []
     for h, hub in enumerate(narrowed.hubs):
         least_cost = ascent.slack(h)[np.ix_(hub.rows, hub.columns)]
         least_cost += least(excess[hub.group], hub.own, len(hub.rows))[:, None]
@@ -179,7 +183,8 @@ def tighten(ascent: Ascent, within: float) -> Folded:
                 reading[edge.at] = np.minimum(reading[edge.at], read)
         least_cost += reading
         hubs.append(replace(hub, micros=np.where(least_cost <= within, hub.micros, FORBIDDEN)))
-    return replace(narrowed, hubs=hubs)
+        extra.append(least_cost)
+    return replace(narrowed, hubs=hubs), extra
 
 
 def _exact(search: Search, reduced: Network, ascent: Ascent, within: float) -> bool | None:
@@ -187,16 +192,19 @@ def _exact(search: Search, reduced: Network, ascent: Ascent, within: float) -> b
     know the optimum. Then a smaller margin still gives a plan, and a bound of that margin."""
     low = ascent.bound()
     upper = most = np.inf
+    start = within  # pairs beyond it are added where they pay
     for _ in range(ATTEMPTS):
         within = min(within, upper - low) + GAP * abs(low) + 1e-6
         if within >= most:
             return None
-        narrowed = tighten(ascent, within)
+        narrowed, extra = tighten(ascent, within)
         if _count(narrowed) > MOST_EXACT:
             most = within
             within /= SHRINK
             continue
-        form = Formulation(search.problem, reduced, narrowed, limited=False, start=_pairs(narrowed))
+        pairs = _listed([(e <= start) & (hub.micros < FORBIDDEN) for e, hub in zip(extra, narrowed.hubs)])
+        start = within
+        form = Formulation(search.problem, reduced, narrowed, limited=False, start=pairs)
         relaxed = relax(form)
         if relaxed.status != "optimal":
             return False
@@ -206,23 +214,26 @@ def _exact(search: Search, reduced: Network, ascent: Ascent, within: float) -> b
             bound = min(bound, relaxed.bound)
             plan = _mended(search.problem, reduced, narrowed, form.rounded(relaxed.x))
             found = search.offer(plan).seconds * MICRO
-            provable = most == np.inf and relaxed.bound <= low + within
-            if found > bound + GAP * abs(bound) and provable and form.fractional(relaxed.x):
-                bound, found = _branch(search, form, relaxed.bound, min(upper, found), low + within)
+            if found > bound + GAP * abs(bound) and form.fractional(relaxed.x):
+                bound, found = _branch(search, form, relaxed, min(upper, found), low + within)
         search.bound_s = max(search.bound_s, bound / MICRO)
         upper = min(upper, found)
-        if upper - bound <= GAP * abs(upper):
+        if upper < np.inf and upper - bound <= GAP * abs(upper):
             break
         within = max(GROW * within, 1.05 * (min(relaxed.bound, upper) - low))
     return True if most == np.inf else None
 
 
-def _branch(search: Search, form: Formulation, least: float, known: float, ceiling: float) -> tuple[float, float]:
+def _branch(search: Search, form: Formulation, relaxed: Relaxed, known: float, ceiling: float) -> tuple[float, float]:
     """The bound that the integer program gives, and the cost of the best plan: the known one, or what is found.
 
-    What has a reduced cost above the distance from the relaxation, `least`, to the known plan is in no better one.
+    What has a reduced cost above the distance from the relaxation to the known plan is in no better one.
     """
-    allowed = form.program.reduced_costs() <= known - least + 1e-6
+    room = known - relaxed.bound + 1e-6
+    form.add(paying(form, relaxed.duals, -room, every=True))
+    form.program.solve()
+    allowed = form.program.reduced_costs() <= room
+    search.variables = max(search.variables, form.program.columns)
     solution = form.program.solve_integer(form.integer_columns(), search.max_nodes, GAP * 0.1, allowed)
     search.nodes += solution.nodes
     if solution.status == "infeasible":
