@@ -22,7 +22,7 @@ _WHAT = "the measured cluster"
 
 def known_cluster(device: torch.device, refresh: bool = False) -> Cluster:
     """The cluster that the running ranks are, measured at most once a week. The same on every rank; a collective."""
-    here = [platform.node(), device.type, torch.get_num_threads(), torch.__version__]
+    here = [FORMAT, platform.node(), device.type, torch.get_num_threads(), torch.__version__]
     here.append(torch.cuda.get_device_name(device) if device.type == "cuda" else read_machine().cpu_name)
     key = hashlib.sha256(json.dumps(gather_objects(here)).encode()).hexdigest()[:32]
     path = disk.cache_dir() / "clusters" / f"{key}.json"
