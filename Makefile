@@ -22,7 +22,7 @@ check: setup
 	$(VENV)/bin/pyright src
 
 test: check
-	$(PY) -m pytest -q -m "not full"
+	$(PY) -m pytest -q -n 2 -m "not full"
 
 # The long sweeps. QUARTER=0..3 runs one quarter of them (CI rotates by commit); BUDGET=SECONDS starts none after that.
 test-all: setup

@@ -172,7 +172,7 @@ def zero_two(h):
 
 
 @pytest.mark.parametrize(
-    ("function", "reason"), [(swap_halves, "two views of one tensor"), (zero_two, "a list of tensors")], ids=str
+    ("function", "reason"), [(swap_halves, "two views of one tensor"), (zero_two, "a list of tensors")]
 )
 def test_writes_that_have_no_form_are_refused_with_their_line(function, reason):
     line = inspect.getsourcelines(function)[1] + 2
