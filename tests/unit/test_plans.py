@@ -8,9 +8,10 @@ from torch import nn
 import shardwise as sw
 from shardwise.api import memory_bytes, plan_model
 from shardwise.errors import ConstraintError, InputError, MemoryLimitError
-from shardwise.ir.placement import R, Shard
+from shardwise.ir.placement import R, Shard, format_layout
 from shardwise.plan.limited import size_text
 from shardwise.plan.plan import Plan
+from tests.dist.toys import fast
 
 
 class ConvNorm(nn.Module):
@@ -184,6 +185,37 @@ def test_wishes_are_kept_or_refused():
             sw.plan(ConvNorm(), example, mesh=(8,), cluster="a100x8", constraints=wish)
     with pytest.raises(InputError, match="8"):
         sw.plan(ConvNorm(), example, mesh=(3,), cluster="a100x8")
+
+
+class Pair(nn.Module):
+    """Two small outputs, which come whole where nobody asks for anything else."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+
+    def forward(self, x):
+        return self.up(x), self.up(x).mean()
+
+
+WISHES = {
+    "output 0": {"S0": ["S0"], "S1": ["S1"], "R": ["R"], "!R": ["S0", "S1"], "!S0": ["R", "S1"]},
+    "input 0": {"S0": ["S0"], "S1": ["S1"], "R": ["R"], "!R": ["S0", "S1"], "!S1": ["R", "S0"]},
+}
+
+
+@pytest.mark.parametrize(("path", "wish"), [(p, w) for p, wishes in WISHES.items() for w in wishes])
+def test_wishes_for_inputs_and_outputs_are_kept(path, wish):
+    plan = sw.plan(Pair(), (meta(8, 6),), mesh=(2,), cluster=fast(2), constraints={path: wish})
+    kind, number = path.split()
+    (found,) = (x for k, p, x in (*plan.inputs, *plan.outputs) if (k, p) == (kind, number))
+    assert format_layout(found) in WISHES[path][wish]
+
+
+def test_what_an_output_cannot_be_is_refused():
+    for wish in ({"output 1": "!R"}, {"output 1": "S0"}, {"output 0": "S2"}, {"input 0": "S2"}):
+        with pytest.raises(ConstraintError, match=next(iter(wish))):
+            sw.plan(Pair(), (meta(8, 6),), mesh=(2,), cluster=fast(2), constraints=wish)
 
 
 def test_without_a_mesh_the_planner_chooses_its_shape():

@@ -239,6 +239,7 @@ class _Builder:
         self.forbidden: dict[str, set[Layout]] = {}
         for path, layout in settings.forbidden:
             self.forbidden.setdefault(path, set()).add(layout)
+        self.wished = {*self.fixed, *self.forbidden}
         self.present_outputs = [o for o in graph.outputs if o.name is not None]
         self.owner = storage_of(graph)
 
@@ -271,7 +272,7 @@ class _Builder:
             return self.stored_layouts(value)
         if kind == "input" and path in self.settings.sharded_inputs:
             return [(Shard(0),) * len(self.mesh)]
-        if kind == "input" and (self.settings.arrive_placed or f"input {path}" in self.fixed):
+        if kind == "input" and (self.settings.arrive_placed or f"input {path}" in self.wished):
             return self.stored_layouts(value)
         return [whole]
 
@@ -367,12 +368,11 @@ class _Builder:
                 in_rows = path.removeprefix("input ") in self.settings.sharded_inputs
                 return ((Shard(0),) * len(self.mesh) if in_rows else whole,)
             return self._wishes(path, self.stored_layouts(source.value))
+        if kind != "mutation" and (self.settings.arrive_placed or f"output {path}" in self.wished):
+            return self._wishes(f"output {path}", self.stored_layouts(value))
         if kind == "mutation" or value.nbytes <= SMALL_OUTPUT_BYTES:
             return (whole,)
-        if self.settings.arrive_placed:
-            return self._wishes(f"output {path}", self.stored_layouts(value))
-        layouts = self._made_layouts(value.name) | {whole}
-        return self._wishes(f"output {path}", sorted(layouts, key=format_layout))
+        return tuple(sorted(self._made_layouts(value.name) | {whole}, key=format_layout))
 
     def _made_layouts(self, name: str) -> set[Layout]:
         """Layouts without Partial that the cuts of a value allow, all axes alike or whole."""
