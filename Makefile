@@ -26,7 +26,7 @@ test: check
 
 # The long sweeps. QUARTER=0..3 runs one quarter of them (CI rotates by commit); BUDGET=SECONDS starts none after that.
 test-all: setup
-	$(PY) -m pytest -q -m full $(if $(QUARTER),--quarter $(QUARTER),) $(if $(BUDGET),--budget $(BUDGET),)
+	$(PY) -m pytest -q -n 2 -m full $(if $(QUARTER),--quarter $(QUARTER),) $(if $(BUDGET),--budget $(BUDGET),)
 
 bench: setup
 	$(PY) -m benchmarks.$(NAME) $(ARGS)

@@ -29,7 +29,7 @@ from .pytorch.flops import count_flops
 from .pytorch.module import Build, Runtime, install
 from .pytorch.program import LocalProgram, make_local
 from .pytorch.runner import TorchRunner
-from .pytorch.world import check_equal, from_rank_0, make_mesh, together
+from .pytorch.world import check_equal, from_rank_0, gather_objects, make_mesh, together
 from .rules.book import RuleBook
 from .rules.descend import descend
 from .rules.rule import Rule
@@ -37,6 +37,7 @@ from .rules.ruled import Ruled, load_ruled, ruled_key, save_ruled
 from .spmd.bucket import bucket_gradients, late_views
 from .spmd.fuse import fuse_regions
 from .spmd.lower import lower
+from .spmd.order import collectives
 from .spmd.prune import prune
 
 Progress = Callable[[str, int, int], None]
@@ -231,8 +232,19 @@ def distribute(
         keep_freed_memory()
     runtime.build = builder(request)
     runtime.layouts = {p: x for k, p, x in planned.plan.inputs if k in ("parameter", "buffer")}
-    local = together("making its local program", lambda: localise(planned, request.cluster, runtime))
+    local = _localised(planned, request.cluster, runtime)
     return together("placing the parameters", lambda: install(module, runtime, call, rows, local))
+
+
+def _localised(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgram:
+    """The program of this rank, together with the others. Raises AssertionError where they would wait for ever."""
+    local = together("making its local program", lambda: localise(planned, cluster, runtime))
+    graphs = (local.phases.forward, local.phases.backward)
+    order = [collectives(graph) for graph in graphs if graph is not None]
+    marks = gather_objects(hashlib.sha256(repr(order).encode()).hexdigest())
+    name = runtime.original.__name__
+    assert len(set(marks)) == 1, f"{name}: ranks would start collectives in other orders; please report the model"
+    return local
 
 
 def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgram:
@@ -278,8 +290,7 @@ def builder(request: Request) -> Build:
         known = {i.path for i in program.graph.inputs_of("parameter", "buffer")}
         fixed = tuple((p, x) for p, x in runtime.layouts.items() if p in known)
         here = replace(request, shapes=(runtime.shape,), sharded_inputs=sharded)
-        planned = agree_on_plan(program, here, fixed)
-        return together("making its local program", lambda: localise(planned, request.cluster, runtime))
+        return _localised(agree_on_plan(program, here, fixed), request.cluster, runtime)
 
     return build
 

@@ -201,7 +201,43 @@ def penalties(rank, world):
         same(ours, plain)
 
 
-CHECKS = [same_in_other_words, failures, paths, refusals, penalties]
+def outputs(rank, world):
+    """Ranks that do different things with the outputs: all are told, and can go on."""
+    first = rank == 0
+    start = time.monotonic()
+    ours = parallel(make(Net), world, batch(), example_kwargs={"logits": True}, constraints={"output 1": "S0"})
+    plain = make(Net)
+
+    loss, logits = ours(*batch(), logits=True)
+    with pytest.raises(MismatchError, match="rank 1 differs from rank 0: in which outputs receive gradients"):
+        extra = logits.sum()  # gathered on both
+        (loss if first else loss + extra).backward()
+
+    losses = [ours(*batch(step), logits=True)[0] for step in range(2)]
+    with pytest.raises(MismatchError, match=r"rank 1 differs from rank 0 \(\[2, 3\] by rank\): in the call whose"):
+        losses[0 if first else 1].backward()
+
+    loss, logits = ours(*batch(), logits=True)
+    with pytest.raises(
+        MismatchError, match="rank 1 would run backward; rank 0 would use an output that lies in pieces"
+    ):
+        _ = float(logits.sum()) if first else loss.backward()
+
+    ours.zero_grad()
+    loss, logits = ours(*batch(), logits=True)
+    expected = plain(*batch(), logits=True)
+    close(logits.detach(), expected[1].detach())
+    (loss + logits.square().mean()).backward()
+    (expected[0] + expected[1].square().mean()).backward()
+    same(ours, plain)
+
+    loss, _ = ours(*batch(), logits=True)
+    with pytest.raises(MismatchError, match="rank 1 would call it; rank 0 would run backward"):
+        _ = loss.backward() if first else ours(*batch(), logits=True)
+    assert time.monotonic() - start < SOON_S
+
+
+CHECKS = [same_in_other_words, failures, paths, refusals, penalties, outputs]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)

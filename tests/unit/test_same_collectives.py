@@ -19,20 +19,12 @@ from shardwise.plan.reshard import Resharding
 from shardwise.pytorch.capture import capture
 from shardwise.spmd.bucket import bucket_gradients, late_views
 from shardwise.spmd.lower import lower
+from shardwise.spmd.order import collectives
 from shardwise.spmd.prune import prune
 from tests.dist.toys import fast
 from tests.models import CASES
 
 MESHES = ((4,), (2, 2), (3, 2))
-
-
-def sent(graph: Graph) -> list[tuple]:
-    """What must be equal on all devices of each collective, in order."""
-    return [
-        (n.op, n.args[1], n.phase, tuple(v.dtype for v in n.results if v is not None))
-        for n in graph.nodes
-        if n.op.startswith("comm.")
-    ]
 
 
 def programs(
@@ -66,11 +58,12 @@ def check(name: str, mesh: tuple[int, ...], rows: int, seeds: int) -> None:
         for absent in (frozenset[str](), *({frozenset(paths[:1])} if len(paths) > 1 else ())):
             first, *others = programs(found, cluster, mesh, absent)
             assert made_before_read(first)
-            expected = sent(first)
+            expected = collectives(first)
             assert expected, "a random plan sends something"
             for k, other in enumerate(others, 1):
-                assert made_before_read(other), f"{name}, plan {seed} on {mesh}, device {k}"
-                assert sent(other) == expected, f"{name}, plan {seed} on {mesh}: devices 0 and {k} would wait for ever"
+                where = f"{name}, plan {seed} on {mesh}, device {k}"
+                assert made_before_read(other), where
+                assert collectives(other) == expected, f"{where}: it and device 0 would wait for ever"
 
 
 @pytest.mark.parametrize("name", ["inplace_net", "convnet", "encoder", "moe"])

@@ -5,11 +5,14 @@
 `calls` counts the calls (-1: this rank failed before it could say), `module` and `arguments` mark the parts of the
 program's key, `epoch` numbers the states that the module has had on this rank, `values` is a checksum of what must be
 the same on every rank, `rows` and `batched` say how many rows this rank brings and in which arguments, and rank 0's
-`seed` drives the random operators of the step. So no two ranks ever run different programs against each other.
+`seed` drives the random operators of the step. They do the same before a backward, which depends on what the user does
+with the outputs, and before an output that lies in pieces is gathered. So no two ranks ever run different programs
+against each other, which would hang, or sum what does not belong together.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -23,6 +26,8 @@ from .world import lost_ranks
 
 FIELDS = 8
 FAILED = -1
+FORWARD, BACKWARD, GATHER = 0, -2, -3
+"""What stands for `module` where a rank does not call it; every other number is a forward."""
 SAMPLE = 1 << 14
 """Elements of a tensor that its checksum looks at, evenly spread; more would cost more than they would find."""
 
@@ -79,6 +84,13 @@ class Council:
             tuple(s.epoch for s in statements), tuple(s.rows for s in statements), batched, statements[0].seed
         )
 
+    def agree_on(self, what: int, call: int, detail: str) -> None:
+        """Before a BACKWARD or a GATHER of a call. Raises MismatchError on every rank where another does anything
+        else, LostRankError where one is gone."""
+        if self.group is not None:
+            mark = int.from_bytes(hashlib.sha256(detail.encode()).digest()[:7], "big")
+            self._compare(self._exchange(Statement(call, what, 0, mark, 0, 0, 0, 0)))
+
     def fail(self) -> None:
         """Tells the others that this rank raises instead of running."""
         if self.group is not None:
@@ -99,13 +111,15 @@ class Council:
 
     def _compare(self, all_ranks: list[Statement]) -> None:
         first = all_ranks[0]
-        checks = (
-            ("calls", "in the number of the call", "Do the same number of steps on every rank"),
-            ("module", "in the state of the module (modes, attributes, dtypes, flags)", "Change it on all ranks alike"),
-            ("arguments", "in the arguments (structure, shapes, dtypes or values that are no tensors)", _SAME),
-            ("values", "in the values of the tensors", _SAME),
-        )
-        for key, what, advice in checks:
+        kinds = [min(s.module, FORWARD) for s in all_ranks]
+        if len(set(kinds)) > 1:
+            by_kind = {kind: [k for k, x in enumerate(kinds) if x == kind] for kind in _DOES if kind in kinds}
+            doings = "; ".join(f"{_ranks(ranks)} {_DOES[kind]}" for kind, ranks in by_kind.items())
+            raise MismatchError(
+                f"{self.name}: the ranks do not do the same: {doings}. Call, use and differentiate it on every rank "
+                "alike; a rank that only looks at an output needs the others to look at it too"
+            )
+        for key, what, advice in _CHECKS[kinds[0]]:
             odd = [k for k, s in enumerate(all_ranks) if getattr(s, key) != getattr(first, key)]
             if odd:
                 counts = "" if key != "calls" else f" ({[s.calls for s in all_ranks]} by rank)"
@@ -117,6 +131,26 @@ _SAME = (
     "Give every rank the same batch, or use batch='local' where each brings its own rows (a sampler that shuffles "
     "must do so by the same seed)"
 )
+
+
+_ALIKE = "Use the outputs alike on every rank"
+_DOES = {FORWARD: "would call it", BACKWARD: "would run backward", GATHER: "would use an output that lies in pieces"}
+_CHECKS = {
+    FORWARD: (
+        ("calls", "in the number of the call", "Do the same number of steps on every rank"),
+        ("module", "in the state of the module (modes, attributes, dtypes, flags)", "Change it on all ranks alike"),
+        ("arguments", "in the arguments (structure, shapes, dtypes or values that are no tensors)", _SAME),
+        ("values", "in the values of the tensors", _SAME),
+    ),
+    BACKWARD: (
+        ("calls", "in the call whose backward runs", _ALIKE),
+        ("arguments", "in which outputs receive gradients", _ALIKE),
+    ),
+    GATHER: (
+        ("calls", "in the call whose output is used", _ALIKE),
+        ("arguments", "in the output that is used first", _ALIKE),
+    ),
+}
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -245,7 +245,7 @@ def run(module: ParallelModule, args: tuple, kwargs: dict[str, Any]) -> Any:
     seed = torch.full((), agreed.seed, dtype=torch.int64, device=runtime.device)
     state = functools.partial(runtime.tensor, statement.epoch)
     with lost_ranks(f"{runtime.original.__name__} ran forward"):
-        out, changes = program.run(state, call.tensors, seed)
+        out, changes = program.run(state, call.tensors, seed, runtime.council)
     with torch.no_grad():
         for path, value in changes.items():
             if path.startswith("input "):

@@ -15,6 +15,7 @@ from ..errors import UnsupportedError
 from ..ir.graph import Graph, Input, Output
 from ..plan.plan import Plan
 from ..spmd.split import Phases, split
+from .agreement import BACKWARD, GATHER, Council
 from .capture import TENSOR, Program
 from .compat import dtensor_of, local_of, spec_of
 from .execute import Compiled, compile_graph
@@ -53,7 +54,9 @@ class LocalProgram:
         values = self.graph.values
         return {o.path: values[o.name].shape for o in self.graph.outputs_of("output") if o.name is not None}
 
-    def run(self, state: Callable[[str], torch.Tensor], leaves: list[torch.Tensor], seed: torch.Tensor) -> Any:
+    def run(
+        self, state: Callable[[str], torch.Tensor], leaves: list[torch.Tensor], seed: torch.Tensor, council: Council
+    ) -> Any:
         """One call. `state` gives a parameter or buffer, plain or DTensor, by its path; `leaves` are the local input
         tensors in order. Returns (outputs in the user's structure, new values of buffers by path)."""
         tensors: list[torch.Tensor] = []
@@ -67,20 +70,22 @@ class LocalProgram:
             else:
                 tensors.append(leaves[int(item.path)])
         outputs = self.phases.forward.outputs_of("output", "mutation")
-        found = _Step.apply(self, *tensors)
+        found = _Step.apply(self, council, *tensors)
         results = {o.path: t for o, t in zip(outputs, found) if o.kind == "output"}
         changes = {o.path: t for o, t in zip(outputs, found) if o.kind == "mutation"}
         computed = iter(range(len(self.program.out_leaves)))
         out = [results[str(next(computed))] if x is TENSOR else x for x in self.program.out_leaves]
         return pytree.tree_unflatten(out, self.program.out_spec), changes
 
-    def stand_in(self, output: Output, piece: torch.Tensor | None) -> torch.Tensor | None:
+    def stand_in(self, output: Output, piece: torch.Tensor | None, council: Council) -> torch.Tensor | None:
         """An output that lies in pieces, as a tensor of the global shape that is gathered when first used."""
+        call = council.calls
         gather = self.gathers.get(output.path) if output.kind == "output" else None
         if gather is None or piece is None or output.name is None:
             return piece
 
         def whole(piece: torch.Tensor) -> torch.Tensor:
+            council.agree_on(GATHER, call, output.path)
             found = gather.call([piece])[0]
             assert found is not None
             return found
@@ -110,8 +115,11 @@ class _Step(torch.autograd.Function):
     """Forward and backward of a program as one node of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, program: LocalProgram, *given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def forward(
+        ctx: Any, program: LocalProgram, council: Council, *given: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         forward = program.phases.forward
+        ctx.council, ctx.call = council, council.calls
         # DTensors are opened here and closed in backward by hand: to_local() would cost 60 us a parameter and step.
         tensors = [program.local_input(i, local_of(t)) for i, t in zip(forward.inputs, given)]
         ctx.specs = [spec_of(t) for t in given]
@@ -120,7 +128,7 @@ class _Step(torch.autograd.Function):
         outputs = results[:count]
         own = {id(t) for t in tensors}
         outputs = [t.clone() if t is not None and (id(t) in own or t._is_view()) else t for t in outputs]
-        outputs = [program.stand_in(o, t) for o, t in zip(forward.outputs, outputs)]
+        outputs = [program.stand_in(o, t, council) for o, t in zip(forward.outputs, outputs)]
         ctx.program = program
         ctx.set_materialize_grads(False)
         if program.backward is not None:
@@ -154,7 +162,9 @@ class _Step(torch.autograd.Function):
         outputs = forward.outputs_of("output", "mutation")
         given = {o.path: g for o, g in zip(outputs, gradients) if o.kind == "output"}
         tangents = program.graph.inputs_of("tangent")
-        graph, compiled = program.backward_for(frozenset(t.path for t in tangents if given[t.path] is None))
+        absent = frozenset(t.path for t in tangents if given[t.path] is None)
+        ctx.council.agree_on(BACKWARD, ctx.call, " ".join(sorted(absent)))
+        graph, compiled = program.backward_for(absent)
         inputs = []
         for item in graph.inputs:
             if item.kind == "tangent":
@@ -175,7 +185,7 @@ class _Step(torch.autograd.Function):
             key = f"input {item.path}" if item.kind == "input" else item.path
             gradient = by_path.get(key) if item.kind in ("parameter", "input") else None
             result.append(gradient if gradient is None or spec is None else dtensor_of(gradient.contiguous(), spec))
-        return (None, *result)
+        return (None, None, *result)
 
 
 def make_local(
