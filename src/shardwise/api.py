@@ -14,8 +14,8 @@ from .errors import InputError
 from .ir.passes import recompute
 from .pipeline import Planned, Request, Ruled, distribute, find_rules, plan_program, silent
 from .plan.plan import Plan
-from .plan.wishes import Constraints, Wish, fitting_shapes, fixed_and_forbidden, read_wishes
-from .pytorch.call import check_example, describe_example
+from .plan.wishes import Constraints, Wish, fitting_shapes, fixed_and_forbidden, inputs_kept_whole, read_wishes
+from .pytorch.call import check_example, describe_example, taken_as_rows
 from .pytorch.capture import Program, capture
 from .pytorch.common import common_graphs
 from .pytorch.dtensor import DTensorPeer, peer_name
@@ -222,7 +222,8 @@ def parallelize(
     """Makes a module run on all ranks of the world, in place, and returns it.
 
     `example` is a tuple of positional arguments like those of later calls. `batch` says whether every rank gets the
-    same batch ("global") or its own rows of it ("local"). `mesh` is a DeviceMesh, a shape or None for the planner's
+    same batch ("global") or its own rows of it ("local"): then tensors whose first dim is as long as that of the first
+    are taken as rows, unless `constraints` says "R" of them. `mesh` is a DeviceMesh, a shape or None for the planner's
     choice. `cluster` describes the machine: by default it is measured, once a week; "measure" does it now. The
     parameters become DTensors under their own names. See `plan` for `constraints` and `memory_limit`. Raises
     InputError, CaptureError, MismatchError, PlanError.
@@ -238,8 +239,16 @@ def parallelize(
     chosen = together("checking the arguments of parallelize", check)
     check_equal("the class of the module", type(module).__qualname__)
     check_options(chosen.told(device))
-    call, rows = describe_example(module, tuple(example), dict(example_kwargs or {}), batch)
-    program = together("capturing the example", lambda: capture(module, *call.global_arguments(rows), device=device))
+    no_rows = inputs_kept_whole(chosen.wishes)
+    call, rows = describe_example(module, tuple(example), dict(example_kwargs or {}), batch, no_rows)
+
+    def trace() -> Program:
+        try:
+            return capture(module, *call.global_arguments(rows), device=device)
+        except InputError as error:
+            raise InputError(f"{error}{taken_as_rows(call)}") from error
+
+    program = together("capturing the example", trace)
     wishes, possible = chosen.wishes, chosen.shapes or every_shape(world)
     shapes = together("checking the constraints", lambda: _fit(wishes, possible, program))
     check_state(module)

@@ -227,7 +227,7 @@ def distribute(
     shape = planned.plan.mesh
     mesh = mesh if hasattr(mesh, "get_group") else make_mesh(shape, device)
     runtime = Runtime(type(module), mesh, shape, device, batch)
-    runtime.origin = planned.origin
+    runtime.no_rows, runtime.origin = call.no_rows, planned.origin
     if runtime.device.type == "cpu":
         keep_freed_memory()
     runtime.build = builder(request)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from ..errors import InputError
-from ..ir.placement import Layout, format_layout, parse_layout
+from ..ir.placement import Layout, R, format_layout, parse_layout
 
 Constraints = Mapping[str, str]
 Placed = tuple[tuple[str, Layout], ...]
@@ -71,3 +71,9 @@ def fixed_and_forbidden(wishes: Sequence[Wish]) -> tuple[Placed, Placed]:
     """(path, layout) of what must be, and of what must not be."""
     fixed = tuple((w.path, w.layout) for w in wishes if not w.forbidden)
     return fixed, tuple((w.path, w.layout) for w in wishes if w.forbidden)
+
+
+def inputs_kept_whole(wishes: Sequence[Wish]) -> frozenset[int]:
+    """The numbers of the inputs that every device must have whole."""
+    whole = (w.path.removeprefix("input ") for w in wishes if not w.forbidden and set(w.layout) == {R})
+    return frozenset(int(number) for number in whole if number.isdigit())

@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from math import gcd
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ FAILED = -1
 FORWARD, BACKWARD, GATHER = 0, -2, -3
 """What stands for `module` where a rank does not call it; every other number is a forward."""
 SAMPLE = 1 << 14
-"""Elements of a tensor that its checksum looks at, evenly spread; more would cost more than they would find."""
+"""Elements of a tensor whose places its checksum tells apart, evenly spread; more would cost more than they find."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensors: list[torch.Tensor]) -> int:
-    """62 bits of the tensors' values and of where they stand; the same on every rank for the same tensors."""
+    """62 bits of the tensors' values and of where they stand; the same on every rank for the same tensors.
+
+    All elements are added up, and of large tensors a sample is weighted by where it stands, in steps that share no
+    factor with the size, so that no column is left out.
+    """
     total = 0
     for k, tensor in enumerate(tensors):
         flat = tensor.detach().reshape(-1)
@@ -177,9 +182,12 @@ def checksum(tensors: list[torch.Tensor]) -> int:
         if flat.is_complex():
             flat = torch.view_as_real(flat).reshape(-1)
         step = -(-flat.numel() // SAMPLE)
-        sample = flat[::step].contiguous() if step > 1 else flat.contiguous()
-        bits = sample.view(_BITS[sample.element_size()])
-        part = int((bits.to(torch.int64) * _weights(tensor.device)[: bits.numel()]).sum())
+        while gcd(step, flat.numel()) > 1:
+            step += 1
+        flat = flat.contiguous()
+        bits = flat.view(_BITS[flat.element_size()])
+        sample = bits[::step].to(torch.int64)
+        part = int((sample * _weights(tensor.device)[: sample.numel()]).sum()) + 7 * int(bits.sum(dtype=torch.int64))
         total = (total * 31 + part * (2 * k + 1)) % (1 << 62)
     return total
 

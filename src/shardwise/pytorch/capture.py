@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +22,14 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, InputError
 from ..ir.graph import Graph
+from ..ir.text import format_graph
+from . import host_random
 from .compat import FakeTensorMode, ValueLess, aot_export_joint_with_descriptors
 from .flat import TENSOR, Flat
 from .from_fx import graph_from_fx
+from .keys import overlaps
 from .random import random_decompositions
+from .state import refuse_alone
 
 
 @dataclass
@@ -102,12 +108,48 @@ def capture(
     """Captures one call of `module` on tensors like those in `args` and `kwargs` (real, fake or meta).
 
     `training` says whether gradients are wanted; by default when grad mode is on and a parameter or input asks for
-    them. Raises InputError where the module rejects the example, CaptureError where it cannot be traced.
+    them. Raises InputError where the module rejects the example, CaptureError where it cannot be traced, or where it
+    draws from generators that are not torch's and depends on it.
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(module).__name__}; wrap the function in a module")
-    device = torch.device(device)
-    leaves, spec, positions = flatten_inputs(args, kwargs or {})
+    _warn_of_hooks(module)
+    before = host_random.state()
+    program = _captured(module, args, kwargs or {}, training, torch.device(device))
+    if host_random.state() != before:
+        for _ in range(host_random.TRIES):
+            again = _captured(module, args, kwargs or {}, training, torch.device(device))
+            if not _same(program, again):
+                raise CaptureError(f"{type(module).__name__} cannot be captured: {host_random.REFUSED}")
+    return program
+
+
+def _warn_of_hooks(module: nn.Module) -> None:
+    """Hooks inside the model are traced: what they compute is part of the program, anything else they do is not."""
+    for name, sub in module.named_modules():
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            for hook in getattr(sub, kind).values() if sub is not module else ():
+                if inspect.isfunction(hook) and hook is not refuse_alone and not hook.__module__.startswith("torch."):
+                    warnings.warn(
+                        f"{name} has the hook {hook.__qualname__}: it runs when the model is captured, not in every "
+                        "step. What it changes is part of the program; what it records is not: use hooks of the whole "
+                        "model, or return what is to be recorded",
+                        stacklevel=3,
+                    )
+                    return
+
+
+def _same(one: Program, two: Program) -> bool:
+    """Whether two captures compute the same."""
+    pairs = [(one.constants[name], two.constants.get(name)) for name in one.constants]
+    equal = all(b is not None and a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+    return equal and format_graph(one.graph) == format_graph(two.graph)
+
+
+def _captured(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], training: bool | None, device: torch.device
+) -> Program:
+    leaves, spec, positions = flatten_inputs(args, kwargs)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inner = fake_module(module, mode, device)
     inner.__class__ = original_class(module)
@@ -123,9 +165,21 @@ def capture(
     assert flat.out_spec is not None
     try:
         graph, constants = graph_from_fx(graph_module, type(module).__name__)
-    except TypeError as error:
+    except (TypeError, NotImplementedError) as error:
         raise CaptureError(f"{type(module).__name__} cannot be captured: {error}") from error
+    _check_aliases(module, graph, [leaves[k] for k in positions])
     return Program(graph, spec, positions, flat.out_spec, flat.out_leaves, constants, training)
+
+
+def _check_aliases(module: nn.Module, graph: Graph, tensors: list[torch.Tensor]) -> None:
+    """Raises CaptureError where forward writes into an argument that shares memory with another."""
+    written = {o.path for o in graph.outputs_of("mutation")}
+    for pair in overlaps(tensors):
+        if any(f"input {k}" in written for k in pair):
+            raise CaptureError(
+                f"{type(module).__name__} cannot be captured: forward writes into an argument that shares memory with "
+                f"another (tensors {pair[0]} and {pair[1]} of the arguments, in order). Give one of them as a clone"
+            )
 
 
 def _trace(
@@ -150,7 +204,15 @@ def _trace(
                 f"{type(module).__name__} rejects the example: {rejection.rstrip('.')}. Give the arguments that the "
                 "module takes"
             ) from error
-        raise CaptureError(f"{type(module).__name__} cannot be captured: {what}") from error
+        advice = f". {_VALUES}" if isinstance(error, ValueLess) else ""
+        raise CaptureError(f"{type(module).__name__} cannot be captured: {what}{advice}") from error
+
+
+_VALUES = (
+    "What is computed there depends on the value of a tensor (.item(), float(), bool(), torch.equal, a loop over it), "
+    "which a program for all batches cannot know. Compute with tensors instead (torch.where, masks of a fixed size), "
+    "or do it outside of forward"
+)
 
 
 def _rejection(module: nn.Module, flat: Flat, tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> str | None:

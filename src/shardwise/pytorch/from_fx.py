@@ -51,9 +51,14 @@ class Builder:
 
     def value(self, name: str, tensor: torch.Tensor) -> Value:
         """The value of a traced tensor; notes whose storage it shares."""
+        if tensor.layout != torch.strided:
+            raise NotImplementedError(
+                f"it makes a tensor of layout {tensor.layout}, and planned programs are dense; an embedding makes one "
+                "where sparse=True"
+            )
         shape = tuple(int(s) for s in tensor.shape)
         stride = None
-        if tensor.layout == torch.strided and not tensor.is_contiguous():
+        if not tensor.is_contiguous():
             stride = tuple(int(s) for s in tensor.stride())
         key = storage_key(tensor)
         owner = self.storages.setdefault(key, name)

@@ -2,15 +2,18 @@
 
 A joint trace has no guards, so two calls may share a program only where all of this is equal: the structure of the
 arguments, non-tensor leaves, shapes, dtypes and requires_grad of tensors, grad mode, autocast, the flags of torch that
-change what is traced, and of every submodule its class, training flag, hooks and attributes.
+change what is traced, of every submodule its class, training flag, hooks and attributes, and what its code reads beside
+them (`reads.py`).
 
-Attributes that are plain values are compared by value, on all ranks. Others (tensors, functions, objects of unknown
-classes) are compared by identity, on this rank alone, and tensors by their version as well.
+Attributes that are plain values, arrays, or containers and objects of such are compared by value, on all ranks. Others
+(tensors, functions, objects far inside others) are compared by identity, on this rank alone, and tensors by their
+version as well.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -18,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compat import COMPOSABLE_REGISTRY, COMPOSABLE_STATE
+from .compat import COMPOSABLE_REGISTRY, COMPOSABLE_STATE, storage_key
+from .reads import class_attributes, outer_values
 from .state import refuse_alone
 
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
@@ -27,6 +31,12 @@ _OWN = frozenset(nn.Module().__dict__) | {"_shardwise", COMPOSABLE_STATE, COMPOS
 """What every module has by itself; of these the training flag and the hooks count."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 3
+"""Objects inside objects that are looked into: a trainer that hangs on a module counts steps far inside."""
+_NEST = 12
+"""Containers inside containers."""
+_MOST = 4096
+"""Values of a container that are compared."""
+_LARGEST_ARRAY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,24 +69,39 @@ class _Walk:
         self.local.append(id(value))
         return text
 
-    def text(self, value: Any, depth: int = _DEPTH) -> str:
-        """The part of a value that is equal on all ranks."""
+    def text(self, value: Any, depth: int = _DEPTH, nest: int = _NEST) -> str:
+        """The part of a value that is equal on all ranks. `depth` counts objects, `nest` containers."""
         kind = type(value)
         if kind in _PLAIN:
             return repr(value)
         if isinstance(value, torch.Tensor):
             self.local.append(-1 if value.is_inference() else value._version)
             return self.identity(value, f"{tuple(value.shape)} {value.dtype} {value.requires_grad}")
-        if isinstance(value, list | tuple) and depth:
-            return f"{kind.__name__}[{','.join([self.text(v, depth - 1) for v in value])}]"
-        if isinstance(value, dict) and depth:
-            inside = [f"{self.text(k, 1)}:{self.text(v, depth - 1)}" for k, v in value.items()]
-            return f"{kind.__name__}{{{','.join(inside)}}}"
-        if isinstance(value, set | frozenset) and depth:
-            return f"{kind.__name__}{{{','.join(sorted(self.text(v, depth - 1) for v in value))}}}"
+        if isinstance(value, Mapping | Sequence | Set) and nest and depth:
+            return self.container(value, depth, nest - 1)
+        if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+            return self.array(value)
         if isinstance(value, nn.Module | ModuleType) or isinstance(value, _FUNCTIONS):
             return self.identity(value, getattr(value, "__qualname__", kind.__qualname__))
         return self.object(value, depth)
+
+    def container(self, value: Any, depth: int, nest: int) -> str:
+        """What is inside, in order where there is one."""
+        name = type(value).__name__
+        if len(value) > _MOST:
+            return self.identity(value, f"{name} of {len(value)}")
+        if isinstance(value, Mapping):
+            inside = [f"{self.text(k, 1, nest)}:{self.text(v, depth, nest)}" for k, v in value.items()]
+        else:
+            inside = [self.text(v, depth, nest) for v in value]
+        return f"{name}[{','.join(sorted(inside) if isinstance(value, Set) else inside)}]"
+
+    def array(self, value: Any, most_bytes: int = _LARGEST_ARRAY_BYTES) -> str:
+        """An array or scalar of numpy."""
+        text = f"{getattr(value, 'shape', '')} {getattr(value, 'dtype', '')}"
+        if value.nbytes > most_bytes or getattr(value.dtype, "hasobject", False):
+            return self.identity(value, text)
+        return f"{text} {_digest(value)}"
 
     def object(self, value: Any, depth: int) -> str:
         """An object of the user's own class, such as a config: its attributes, once per walk."""
@@ -85,8 +110,8 @@ class _Walk:
         if before is not None:
             return f"#{before}"
         self.seen[id(value)] = len(self.seen)
-        fields = getattr(value, "__dict__", None)
-        if not depth or not isinstance(fields, dict) or not fields:
+        fields = _fields(value) if depth else {}
+        if not fields:
             return self.identity(value, name)
         self.alive.append(value)
         parts: list[str] = []
@@ -99,6 +124,17 @@ class _Walk:
         return f"{name}({','.join(parts)})"
 
 
+def _fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots too."""
+    found = dict(getattr(value, "__dict__", None) or {})
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
 def module_key(module: nn.Module) -> Key:
     """Classes, training flags, hooks, attributes, and requires_grad and dtypes of the parameters of all submodules."""
     walk = _Walk()
@@ -106,6 +142,7 @@ def module_key(module: nn.Module) -> Key:
     text = walk.text
     stack: list[tuple[str, nn.Module]] = [("", module)]
     done: set[int] = set()
+    kinds: set[type] = set()
     ties: dict[int, int] = {}
     while stack:
         name, sub = stack.pop()
@@ -115,6 +152,9 @@ def module_key(module: nn.Module) -> Key:
         done.add(id(sub))
         fields = sub.__dict__
         walk.identity(sub, "")
+        if type(sub) not in kinds:
+            kinds.add(type(sub))
+            parts += [(key, text(value)) for key, value in (*class_attributes(type(sub)), *outer_values(type(sub)))]
         parts += (name, type(sub).__qualname__, fields["training"])
         for key, value in fields.items():
             if key not in _OWN:
@@ -140,16 +180,33 @@ def module_key(module: nn.Module) -> Key:
 def arguments_key(leaves: list[Any], spec: Any, training: bool, shapes: list[tuple[int, ...]]) -> Key:
     """What a call contributes. `shapes` are the global ones of the tensors."""
     walk = _Walk()
-    parts: list[Any] = [spec, training]
+    parts: list[Any] = [spec, training, *overlaps([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])]
     shape = iter(shapes)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             parts.append((tuple(next(shape)), leaf.dtype, leaf.requires_grad))
         elif type(leaf).__module__ == "numpy":
-            parts.append(f"{getattr(leaf, 'shape', '')} {getattr(leaf, 'dtype', '')} {_digest(leaf)}")
+            parts.append(walk.array(leaf, most_bytes=1 << 62))
         else:
             parts.append(walk.text(leaf))
     return Key(tuple(parts), tuple(walk.local), tuple(walk.alive))
+
+
+def overlaps(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """Pairs of tensors that share memory."""
+    places: dict[int, list[tuple[int, int, int]]] = {}
+    for k, tensor in enumerate(tensors):
+        if tensor.layout == torch.strided and tensor.numel():
+            first = int(tensor.storage_offset())
+            last = first + sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride()))
+            places.setdefault(storage_key(tensor), []).append((first, last, k))
+    return [
+        (one[2], two[2])
+        for here in places.values()
+        for n, one in enumerate(here)
+        for two in here[n + 1 :]
+        if one[0] <= two[1] and two[0] <= one[1]
+    ]
 
 
 def _digest(array: Any) -> str:

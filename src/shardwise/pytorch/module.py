@@ -57,6 +57,8 @@ class Runtime:
         self.shape = shape
         self.device = device
         self.batch = batch
+        self.no_rows: frozenset[int] = frozenset()
+        """Inputs that the user says hold no rows of the batch."""
         self.build: Build | None = None
         self.programs: dict[Any, LocalProgram] = {}
         """(epoch of every rank, arguments) -> program: the same keys, in the same order, on all ranks."""
@@ -227,12 +229,13 @@ class ParallelModule(nn.Module):
         )
 
 
+@torch.compiler.disable  # around a parallelized module torch.compile takes it as one call that it does not look into
 def run(module: ParallelModule, args: tuple, kwargs: dict[str, Any]) -> Any:
     """One call of a parallelized module."""
     runtime = module._shardwise
     runtime.council.calls += 1
     try:
-        call = describe(module, args, kwargs, runtime.batch, runtime.device)
+        call = describe(module, args, kwargs, runtime.batch, runtime.device, runtime.no_rows)
         statement = _statement(runtime, module, call)
     except Exception:
         runtime.council.fail()  # the others are about to wait for this rank
@@ -311,7 +314,7 @@ def _parallel_class(module: nn.Module) -> type[nn.Module]:
     original = type(module)
 
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
-        return run(self, args, kwargs)
+        return run(self, args, kwargs)  # type: ignore[reportCallIssue]: torch types a disabled function as a method
 
     members: dict[str, Any] = {
         "__module__": original.__module__,

@@ -86,7 +86,8 @@ class LocalProgram:
 
         def whole(piece: torch.Tensor) -> torch.Tensor:
             council.agree_on(GATHER, call, output.path)
-            found = gather.call([piece])[0]
+            with lost_ranks("an output in pieces was gathered"):
+                found = gather.call([piece])[0]
             assert found is not None
             return found
 
@@ -136,6 +137,12 @@ class _Step(torch.autograd.Function):
             table = dict(zip(names, tensors))
             mutated = {o.path for o in forward.outputs_of("mutation")}
             paths = {i.value.name: i.path for i in forward.inputs}
+            given_by = dict(zip(names, given))
+            ctx.read = [
+                (paths[n], given_by[n], given_by[n]._version)
+                for n in program.phases.saved_inputs
+                if spec_of(given_by[n]) is not None and paths[n] not in mutated
+            ]
             kept = [table[n].clone() if paths[n] in mutated else table[n] for n in program.phases.saved_inputs]
             ctx.save_for_backward(*results[count:], *kept)
         differentiable = {t.path for t in program.graph.inputs_of("tangent")}
@@ -163,6 +170,13 @@ class _Step(torch.autograd.Function):
         given = {o.path: g for o, g in zip(outputs, gradients) if o.kind == "output"}
         tangents = program.graph.inputs_of("tangent")
         absent = frozenset(t.path for t in tangents if given[t.path] is None)
+        # What autograd checks of the tensors that it saves, but not of DTensors, whose pieces were saved.
+        if changed := [path for path, tensor, version in ctx.read if tensor._version != version]:
+            ctx.council.fail()
+            raise RuntimeError(
+                f"{changed[0]} was changed in place between forward and backward, which needs its old value. Call "
+                "backward before the step of an optimizer, and forward again after it"
+            )
         ctx.council.agree_on(BACKWARD, ctx.call, " ".join(sorted(absent)))
         graph, compiled = program.backward_for(absent)
         inputs = []
