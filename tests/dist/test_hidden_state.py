@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import logging
 import random
 import warnings
 
@@ -56,6 +57,31 @@ class Reader(nn.Module):
     def forward(self, x):
         out = scaled_by_global(self.up(x)) * self.factor * float(self.array[0]) * self.slotted.value
         return (out * self.nested["a"][0]["b"]["c"][1]["d"] * sum(self.queue)).square().mean()
+
+
+LOGGER = logging.getLogger("tests.hidden")
+
+
+class Logs(nn.Module):
+    """Holds a logger, which leads to all loggers, and uses a global one."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.logger = nn.Linear(6, 6), logging.getLogger("tests.hidden.module")
+
+    def forward(self, x):
+        LOGGER.debug("forward")
+        return self.up(x).square().mean()
+
+
+def test_a_logger_makes_no_new_program():
+    model, x = sw.parallelize(Logs(), (torch.ones(4, 6),)), torch.ones(4, 6)
+    for k in range(3):
+        logging.getLogger(f"tests.hidden.later{k}").setLevel(k)
+        LOGGER.setLevel(10 + k)
+        model.logger.setLevel(10 + k)
+        model(x)
+    assert len(model._shardwise.programs) == 1
 
 
 def _set_global(model):

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from .compat import COMPOSABLE_REGISTRY, COMPOSABLE_STATE, storage_key
-from .reads import class_attributes, outer_values
+from .reads import class_attributes, is_machinery, outer_values
 from .state import refuse_alone
 
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device))
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
 _OWN = frozenset(nn.Module().__dict__) | {"_shardwise", COMPOSABLE_STATE, COMPOSABLE_REGISTRY}
 """What every module has by itself; of these the training flag and the hooks count."""
@@ -35,7 +35,7 @@ _DEPTH = 3
 _NEST = 12
 """Containers inside containers."""
 _MOST = 4096
-"""Values of a container that are compared."""
+"""Values of a container that are compared; and four times as many of a module."""
 _LARGEST_ARRAY_BYTES = 1 << 20
 
 
@@ -63,6 +63,7 @@ class _Walk:
         self.alive: list[Any] = []
         self.local: list[int | str] = []
         self.seen: dict[int, int] = {}
+        self.left = 4 * _MOST
 
     def identity(self, value: Any, text: str) -> str:
         self.alive.append(value)
@@ -77,7 +78,8 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             self.local.append(-1 if value.is_inference() else value._version)
             return self.identity(value, f"{tuple(value.shape)} {value.dtype} {value.requires_grad}")
-        if isinstance(value, Mapping | Sequence | Set) and nest and depth:
+        self.left -= 1
+        if isinstance(value, Mapping | Sequence | Set) and nest and depth and self.left > 0:
             return self.container(value, depth, nest - 1)
         if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
             return self.array(value)
@@ -110,7 +112,7 @@ class _Walk:
         if before is not None:
             return f"#{before}"
         self.seen[id(value)] = len(self.seen)
-        fields = _fields(value) if depth else {}
+        fields = _fields(value) if depth and self.left > 0 and not is_machinery(type(value)) else {}
         if not fields:
             return self.identity(value, name)
         self.alive.append(value)

@@ -17,11 +17,20 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 _MOST_FUNCTIONS = 200
+_VALUES = frozenset(("argparse", "collections", "datetime", "decimal", "enum", "fractions", "pathlib", "types", "uuid"))
+"""Modules of the standard library whose objects are values."""
 
 
 def _is_users(module: str) -> bool:
     root = module.partition(".")[0]
     return root not in ("torch", "builtins", "shardwise") and root not in sys.stdlib_module_names
+
+
+def is_machinery(kind: type) -> bool:
+    """Whether it is a class of the standard library whose objects are no values: loggers, locks, files, threads. They
+    lead far, and change while nothing that a model computes does."""
+    root = kind.__module__.partition(".")[0]
+    return root in sys.stdlib_module_names and root not in _VALUES and root != "builtins"
 
 
 def class_attributes(kind: type) -> Iterator[tuple[str, Any]]:
@@ -67,7 +76,7 @@ def _outer_names(kind: type) -> tuple[tuple[tuple[dict[str, Any], str], ...], tu
             value = scope[name]
             if isinstance(value, FunctionType):
                 todo.append(value)
-            elif not isinstance(value, type | ModuleType) and not callable(value):
+            elif not (isinstance(value, type | ModuleType) or callable(value) or is_machinery(type(value))):
                 names[id(scope), name] = scope, name
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             if name != "__class__":
