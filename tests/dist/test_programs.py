@@ -200,12 +200,21 @@ def test_two_ranks(check):
     run_world(2, check)
 
 
-def test_a_full_key_costs_less_than_a_millisecond():
+def test_a_full_key_costs_little_more_than_reading_every_attribute():
+    """It is made in every step. Beside a plain loop over the same, in turns, since machines differ and are busy."""
     model = GPT(GPTConfig(n_layer=10, n_embd=24, n_head=2))
     assert len(list(model.modules())) >= 113
-    best = 1.0
-    for _ in range(50):
-        start = time.perf_counter()
-        module_key(model)
-        best = min(best, time.perf_counter() - start)
-    assert best < 1e-3, f"{best * 1e3:.2f} ms"
+
+    def read():
+        for sub in model.modules():
+            for table in (sub.__dict__, sub._parameters, sub._buffers):
+                repr([(key, type(value).__qualname__) for key, value in table.items()])
+
+    times: dict[str, list[float]] = {"key": [], "read": []}
+    for _ in range(30):
+        for name, run in (("key", lambda: module_key(model)), ("read", read)):
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    ratio = min(times["key"]) / min(times["read"])
+    assert ratio < 1, f"{ratio:.2f}"
