@@ -7,6 +7,7 @@ import collections
 import copy
 import dataclasses
 import logging
+import os
 import random
 import warnings
 
@@ -60,6 +61,7 @@ class Reader(nn.Module):
 
 
 LOGGER = logging.getLogger("tests.hidden")
+STATISTICS: dict = {}
 
 
 class Logs(nn.Module):
@@ -71,7 +73,19 @@ class Logs(nn.Module):
 
     def forward(self, x):
         LOGGER.debug("forward")
+        STATISTICS["rank"] = os.environ.get("RANK")
         return self.up(x).square().mean()
+
+
+def statistics(rank, world):
+    """A global variable that differs between ranks, and does not matter."""
+    STATISTICS["seen"] = rank
+    torch.manual_seed(3)
+    x = torch.ones(4, 6).double()
+    ours = parallel(Logs().double(), world, (x,))
+    first = float(ours(x).detach())
+    STATISTICS["seen"] = 7 * rank
+    assert float(ours(x).detach()) == first
 
 
 def test_a_logger_makes_no_new_program():
@@ -199,7 +213,7 @@ class Weighted(Layer):
         return nn.functional.cross_entropy(self.up(x)[:, :4], torch.arange(len(x)) % 4, weight=weight)
 
 
-@pytest.mark.parametrize("check", [changes, early_steps, shared_inputs], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("check", [changes, early_steps, shared_inputs, statistics], ids=lambda f: f.__name__)
 def test_two_ranks(check):
     run_world(2, check)
 

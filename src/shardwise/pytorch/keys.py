@@ -156,7 +156,9 @@ def module_key(module: nn.Module) -> Key:
         walk.identity(sub, "")
         if type(sub) not in kinds:
             kinds.add(type(sub))
-            parts += [(key, text(value)) for key, value in (*class_attributes(type(sub)), *outer_values(type(sub)))]
+            # Of this rank alone: where a rank's own number or statistics matter, the captured graphs differ.
+            outside = (*class_attributes(type(sub)), *outer_values(type(sub)))
+            walk.local += [f"{key}={text(value)}" for key, value in outside]
         parts += (name, type(sub).__qualname__, fields["training"])
         for key, value in fields.items():
             if key not in _OWN:

@@ -9,6 +9,7 @@ not seen.
 from __future__ import annotations
 
 import builtins
+import dis
 import inspect
 import sys
 from collections.abc import Iterator
@@ -67,10 +68,10 @@ def _outer_names(kind: type) -> tuple[tuple[tuple[dict[str, Any], str], ...], tu
             continue
         seen.add(function)
         scope = function.__globals__
-        for name in _code_names(function.__code__):
-            method = inspect.getattr_static(kind, name, None)
-            if isinstance(method, FunctionType):
-                todo.append(method)
+        variables, attributes = _code_names(function.__code__)
+        methods = (inspect.getattr_static(kind, name, None) for name in sorted(attributes))
+        todo += [method for method in methods if isinstance(method, FunctionType)]
+        for name in sorted(variables):
             if name not in scope or hasattr(builtins, name):
                 continue
             value = scope[name]
@@ -84,10 +85,18 @@ def _outer_names(kind: type) -> tuple[tuple[tuple[dict[str, Any], str], ...], tu
     return tuple(names.values()), tuple(cells.values())
 
 
-def _code_names(code: CodeType) -> set[str]:
-    """All names that a function and the functions inside it look up."""
-    found = set(code.co_names)
+def _code_names(code: CodeType) -> tuple[set[str], set[str]]:
+    """(global variables, attributes) that a function and the functions inside it read, by name."""
+    variables: set[str] = set()
+    attributes: set[str] = set()
+    for step in dis.get_instructions(code):
+        if "GLOBAL" in step.opname or step.opname == "LOAD_NAME":
+            variables.add(str(step.argval))
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+            attributes.add(str(step.argval))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= _code_names(constant)
-    return found
+            inner = _code_names(constant)
+            variables |= inner[0]
+            attributes |= inner[1]
+    return variables, attributes
