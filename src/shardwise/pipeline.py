@@ -34,10 +34,9 @@ from .rules.book import RuleBook
 from .rules.descend import descend
 from .rules.rule import Rule
 from .rules.ruled import Ruled, load_ruled, ruled_key, save_ruled
-from .spmd.bucket import bucket_gradients, late_views
+from .spmd.device import collectives, device_program
 from .spmd.fuse import fuse_regions
 from .spmd.lower import lower
-from .spmd.order import collectives
 from .spmd.prune import prune
 
 Progress = Callable[[str, int, int], None]
@@ -253,7 +252,7 @@ def localise(planned: Planned, cluster: Cluster, runtime: Runtime) -> LocalProgr
 
     def lowered(absent: frozenset[str]) -> Graph:
         what = prune(planned.graph, planned.rules, planned.plan, absent)
-        return bucket_gradients(late_views(lower(*what, resharding, runtime.coords)))
+        return device_program(*what, resharding, runtime.coords)
 
     gathers = dict(_gathers(planned, resharding, runtime.coords))
     return make_local(planned.program, planned.plan, lowered, runtime.coords, runtime.groups, runtime.device, gathers)

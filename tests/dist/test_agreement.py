@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise import pipeline
 from shardwise.errors import ConstraintError, InputError, MemoryLimitError, MismatchError, UnsupportedError
 from shardwise.pytorch.state import as_dtensor
 from shardwise.pytorch.world import gather_objects
@@ -237,7 +238,20 @@ def outputs(rank, world):
     assert time.monotonic() - start < SOON_S
 
 
-CHECKS = [same_in_other_words, failures, paths, refusals, penalties, outputs]
+def orders(rank, world):
+    """Programs that would start other collectives raise when they are made, on every rank."""
+    made = pipeline.collectives
+    pipeline.collectives = lambda graph: made(graph)[: None if rank == 0 else -1]
+    try:
+        with pytest.raises(AssertionError, match="other orders"):
+            parallel(make(Net), world, batch(), every=True)
+    finally:
+        pipeline.collectives = made
+    ours = parallel(make(Net), world, batch(), every=True)
+    close(ours(*batch()).detach(), make(Net)(*batch()).detach())
+
+
+CHECKS = [same_in_other_words, failures, paths, refusals, penalties, outputs, orders]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)

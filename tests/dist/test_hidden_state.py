@@ -42,18 +42,13 @@ class Reader(nn.Module):
 
     factor = 1.0
 
-    def __init__(self, outer: dict):
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(6, 8)
         self.array = np.ones(3)
         self.slotted = Slotted()
         self.nested = {"a": [{"b": {"c": (1.0, {"d": 1.0})}}]}
         self.queue = collections.deque([1.0])
-
-        def read():
-            return outer["value"]
-
-        self.read = read
 
     def forward(self, x):
         out = scaled_by_global(self.up(x)) * self.factor * float(self.array[0]) * self.slotted.value
@@ -122,7 +117,7 @@ def changes(rank, world):
     global FACTOR
     x = torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(6, 6)
     torch.manual_seed(1)
-    plain = Reader({"value": 1.0}).double()
+    plain = Reader().double()
     ours = parallel(copy.deepcopy(plain), world, (x,), every=True)
     before = float(plain(x).detach())
     try:
@@ -134,6 +129,19 @@ def changes(rank, world):
             assert float(plain(x).detach()) == pytest.approx(before * 4**k), name
     finally:
         FACTOR, Reader.factor = 1.0, 1.0
+
+
+def test_an_enclosing_variable_that_changes_makes_a_new_program():
+    factor = 1.0
+
+    class Encloses(Layer):
+        def forward(self, x):
+            return super().forward(x) * factor
+
+    model, x = sw.parallelize(Encloses(), (torch.ones(4, 6),)), torch.ones(4, 6)
+    before = float(model(x).detach())
+    factor = 2.0
+    assert float(model(x).detach()) == pytest.approx(2 * before)
 
 
 class Layer(nn.Module):

@@ -13,6 +13,7 @@ from shardwise.ir.passes import leaving
 from shardwise.plan.reshard import Resharding
 from shardwise.pytorch.buffers import plan_buffers, writing
 from shardwise.spmd.bucket import bucket_gradients, late_views
+from shardwise.spmd.device import device_program
 from shardwise.spmd.lower import lower
 from shardwise.spmd.split import split
 
@@ -88,7 +89,7 @@ def test_small_gradients_travel_together_and_the_plan_says_so(planned):
 def test_a_reduction_stands_behind_the_maker_of_its_last_operand(planned):
     plan = planned.plan
     resharding = Resharding(plan.mesh, CLUSTER.axes(plan.mesh))
-    graph = bucket_gradients(late_views(lower(planned.graph, planned.rules, plan, resharding, (0,))))
+    graph = device_program(planned.graph, planned.rules, plan, resharding, (0,))
     for k, node in enumerate(graph.nodes):
         if node in reductions(graph):
             assert max(graph.producer[name] for name in node.operands) in (k - 1, k - 2)
@@ -97,7 +98,7 @@ def test_a_reduction_stands_behind_the_maker_of_its_last_operand(planned):
 def test_gradients_are_made_inside_their_buffer(planned):
     plan = planned.plan
     resharding = Resharding(plan.mesh, CLUSTER.axes(plan.mesh))
-    graph = split(bucket_gradients(late_views(lower(planned.graph, planned.rules, plan, resharding, (0,))))).backward
+    graph = split(device_program(planned.graph, planned.rules, plan, resharding, (0,))).backward
     assert graph is not None
     buffers = plan_buffers(graph)
     (buffer,) = buffers.sent.values()

@@ -17,9 +17,7 @@ from shardwise.pipeline import Planned, Request, plan_program
 from shardwise.plan.random_plan import random_planner
 from shardwise.plan.reshard import Resharding
 from shardwise.pytorch.capture import capture
-from shardwise.spmd.bucket import bucket_gradients, late_views
-from shardwise.spmd.lower import lower
-from shardwise.spmd.order import collectives
+from shardwise.spmd.device import collectives, device_program
 from shardwise.spmd.prune import prune
 from tests.dist.toys import fast
 from tests.models import CASES
@@ -34,7 +32,7 @@ def programs(
     resharding = Resharding(mesh, cluster.axes(mesh))
     what = prune(found.graph, found.rules, found.plan, absent)
     everywhere = product(*map(range, mesh))
-    return [bucket_gradients(late_views(lower(*what, resharding, coords))) for coords in everywhere]
+    return [device_program(*what, resharding, coords) for coords in everywhere]
 
 
 def made_before_read(graph: Graph) -> bool:

@@ -41,6 +41,8 @@ ATTEMPTS = 16
 GROW = 4.0
 SHRINK = 3.0
 """By which the margin changes in between."""
+FIRST = 0.5
+"""The first margin, as a part of what further sweeps would gain: a small program finds a plan, the next proves it."""
 MOST_EXACT = 20_000
 """Pairs in the program of a network that is not folded."""
 MOST_PAIRS = 6_000
@@ -67,7 +69,7 @@ def unlimited(search: Search, network: Network) -> bool:
 
 
 def climb(ascent: Ascent) -> float:
-    """Sweeps until little is gained; returns a guess of how far the bound is from the optimum of the program."""
+    """Sweeps until little is gained; returns the first margin, a part of what further sweeps are guessed to gain."""
     before, gain = ascent.bound(), 0.0
     within = abs(before)
     for _ in range(MAX_SWEEPS // STEP):
@@ -77,7 +79,7 @@ def climb(ascent: Ascent) -> float:
         now = ascent.bound()
         last, gain, before = gain, now - before, now
         ratio = min(0.9, max(0.5, gain / last)) if last > 0 else 0.5
-        within = 0.5 * gain * ratio / (1.0 - ratio)
+        within = FIRST * gain * ratio / (1.0 - ratio)
         if gain < SLOW * abs(now):
             break
     return within
